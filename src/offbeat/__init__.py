@@ -1,0 +1,68 @@
+"""offbeat: asynchronous training for PyTorch, exact to the weight version.
+
+Names are loaded when first used, so that ``offbeat.methods``, schedules and timelines answer
+without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Trainer": "trainer",
+    "Evaluation": "trainer",
+    "Ledger": "ledger",
+    "Schedule": "schedule",
+    "Table": "table",
+    "seed_for": "rng",
+    "OffbeatError": "errors",
+    **dict.fromkeys(
+        (
+            "ADL",
+            "DDG",
+            "DGL",
+            "DSP",
+            "FDG",
+            "FeaturesReplay",
+            "GPipe",
+            "OneFOneB",
+            "Phases",
+            "PipeDream",
+            "PipeDream2BW",
+            "StaleWeights",
+            "Synchronous",
+        ),
+        "methods",
+    ),
+}
+
+if TYPE_CHECKING:
+    from offbeat.errors import OffbeatError as OffbeatError
+    from offbeat.ledger import Ledger as Ledger
+    from offbeat.methods import ADL as ADL
+    from offbeat.methods import DDG as DDG
+    from offbeat.methods import DGL as DGL
+    from offbeat.methods import DSP as DSP
+    from offbeat.methods import FDG as FDG
+    from offbeat.methods import FeaturesReplay as FeaturesReplay
+    from offbeat.methods import GPipe as GPipe
+    from offbeat.methods import OneFOneB as OneFOneB
+    from offbeat.methods import Phases as Phases
+    from offbeat.methods import PipeDream as PipeDream
+    from offbeat.methods import PipeDream2BW as PipeDream2BW
+    from offbeat.methods import StaleWeights as StaleWeights
+    from offbeat.methods import Synchronous as Synchronous
+    from offbeat.rng import seed_for as seed_for
+    from offbeat.schedule import Schedule as Schedule
+    from offbeat.table import Table as Table
+    from offbeat.trainer import Evaluation as Evaluation
+    from offbeat.trainer import Trainer as Trainer
+
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+    return getattr(import_module(f"offbeat.{_HOME[name]}"), name)

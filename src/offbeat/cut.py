@@ -1,0 +1,228 @@
+"""Cutting a model into stages: as given, at child numbers, at weighted layers, or by cost."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from offbeat import nest
+from offbeat.buffers import WrittenBuffers
+from offbeat.errors import ConfigurationError
+from offbeat.nest import Nest
+from offbeat.partition import balanced_cuts
+from offbeat.rng import seeded
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model becomes stages; ``places`` is None until the first batch has been weighed."""
+
+    model: nn.Module
+    """The unsplit model; the stages share its parameters, so it always holds the newest."""
+    stages: int
+    places: tuple[int, ...] | None
+    given: tuple[nn.Module, ...] | None = None
+
+    def weighed(self, batch: Nest) -> "Cut":
+        """The same cut with its places decided by the cost of this batch's forward."""
+        if self.places is not None:
+            return self
+        costs = operation_counts(list(self.model.children()), batch)
+        places = tuple(balanced_cuts(costs, self.stages))
+        return Cut(self.model, self.stages, places, self.given)
+
+    def modules(self) -> list[nn.Module]:
+        if self.given is not None:
+            return list(self.given)
+        if self.stages == 1:
+            return [self.model]
+        assert self.places is not None
+        children = list(self.model.named_children())
+        ends = [0, *self.places, len(children)]
+        return [nn.Sequential(OrderedDict(children[start:end])) for start, end in pairwise(ends)]
+
+
+def plan_cut(
+    model: Model,
+    *,
+    stages: int | None = None,
+    cuts: Sequence[int] | None = None,
+    ppv: Sequence[int] | None = None,
+) -> Cut:
+    """Decides, as far as possible without data, where the stages begin."""
+    if isinstance(model, nn.Module):
+        cut = _cut_module(model, stages, cuts, ppv)
+    else:
+        cut = _as_given(model, stages, cuts, ppv)
+    _refuse_shared_parameters(cut)
+    return cut
+
+
+def _as_given(modules: Sequence[nn.Module], stages: int | None, cuts: object, ppv: object) -> Cut:
+    if isinstance(modules, str) or not all(isinstance(m, nn.Module) for m in modules):
+        raise ConfigurationError(f"{modules!r}: give an nn.Module or a list of them.")
+    if not modules:
+        raise ConfigurationError("an empty list of stages: give at least one nn.Module.")
+    if cuts is not None or ppv is not None:
+        raise ConfigurationError(
+            f"a list of {len(modules)} modules is cut already: leave out cuts and ppv, or pass one"
+            " nn.Sequential."
+        )
+    if stages is not None and stages != len(modules):
+        raise ConfigurationError(
+            f"stages={stages}, but the list has {len(modules)} modules, which are the stages: leave"
+            " out stages."
+        )
+    return Cut(nn.Sequential(*modules), len(modules), (), tuple(modules))
+
+
+def _cut_module(
+    model: nn.Module, stages: int | None, cuts: Sequence[int] | None, ppv: Sequence[int] | None
+) -> Cut:
+    if cuts is not None and ppv is not None:
+        raise ConfigurationError("cuts and ppv both say where to cut: give one of them.")
+    given = cuts if cuts is not None else ppv
+    if stages is not None and (not isinstance(stages, int) or stages < 1):
+        raise ConfigurationError(f"stages={stages!r}: give a whole number of at least 1.")
+    if given is not None and stages is not None and stages != len(given) + 1:
+        name = "cuts" if cuts is not None else "ppv"
+        raise ConfigurationError(
+            f"stages={stages} and {name}={list(given)} disagree: {len(given)} cuts make"
+            f" {len(given) + 1} stages. Leave out one of the two."
+        )
+    wanted = len(given) + 1 if given is not None else stages or 1
+    if wanted == 1:
+        return Cut(model, 1, ())
+    if not isinstance(model, nn.Sequential):
+        raise ConfigurationError(
+            f"cannot cut a {type(model).__name__} into {wanted} stages: only the children of an"
+            " nn.Sequential run one after the other. Pass an nn.Sequential, or a list of modules,"
+            " one per stage."
+        )
+    children = list(model.children())
+    if wanted > len(children):
+        raise ConfigurationError(
+            f"{wanted} stages, but the model has {len(children)} layers (children of its"
+            f" nn.Sequential): give at most {len(children)} stages."
+        )
+    if given is None:
+        return Cut(model, wanted, None)
+    places = given if cuts is not None else _places_of_ppv(children, given)
+    return Cut(model, wanted, _checked(places, len(children)))
+
+
+def _checked(cuts: Sequence[int], layers: int) -> tuple[int, ...]:
+    whole = all(isinstance(cut, int) and 0 < cut < layers for cut in cuts)
+    if not whole or list(cuts) != sorted(set(cuts)):
+        raise ConfigurationError(
+            f"cuts={list(cuts)}: each is the child at which the next stage begins, so they rise and"
+            f" lie between 1 and {layers - 1} for {layers} children."
+        )
+    return tuple(cuts)
+
+
+def _places_of_ppv(children: Sequence[nn.Module], ppv: Sequence[int]) -> list[int]:
+    """Child numbers for a pipeline placement vector, which counts weighted layers.
+
+    Layers without weights (activation, pooling, normalisation) stay with the weighted one before.
+    """
+    weighted = [
+        sum(isinstance(module, (_ConvNd, nn.Linear)) for module in child.modules())
+        for child in children
+    ]
+    begins: dict[int, int] = {}  # weighted layers before a child that has some: that child
+    seen = 0
+    for place, count in enumerate(weighted):
+        if count:
+            begins[seen] = place
+            seen += count
+    begins.pop(0, None)
+    for layer in ppv:
+        if layer not in begins:
+            raise ConfigurationError(
+                f"ppv={tuple(ppv)}: no stage can end after weighted layer {layer}. Of this model's"
+                f" {seen} conv and linear layers a stage can end after"
+                f" {', '.join(map(str, begins))}."
+            )
+    if list(ppv) != sorted(set(ppv)):
+        raise ConfigurationError(f"ppv={tuple(ppv)}: the layers must rise.")
+    return [begins[layer] for layer in ppv]
+
+
+def _refuse_shared_parameters(cut: Cut) -> None:
+    if cut.places is None:
+        parts = list(cut.model.named_children())
+    else:
+        parts = [(f"stage {k}", module) for k, module in enumerate(cut.modules())]
+    owner: dict[int, tuple[str, str]] = {}
+    for part, module in parts:
+        for name, parameter in module.named_parameters():
+            if id(parameter) in owner and cut.stages > 1:
+                other, known_as = owner[id(parameter)]
+                raise ConfigurationError(
+                    f"parameter {name!r} of {part} is {known_as!r} of {other}: stages update their"
+                    " own weights, so one parameter cannot belong to two. Untie it, or cut so that"
+                    " both uses fall into one stage."
+                )
+            owner[id(parameter)] = (part, name)
+
+
+# ------------------------------------------------------------------------- looking without touching
+
+
+@contextmanager
+def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Runs modules and leaves their buffers and every generator as they were."""
+    device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
+    with torch.no_grad(), seeded(0, device), WrittenBuffers(modules).restored():
+        yield
+
+
+def outputs_of(modules: Sequence[nn.Module], batch: Nest) -> list[Nest]:
+    """What each module returns when they run one after the other."""
+    outputs = []
+    value = nest.replace(batch, lambda t: t.clone())
+    with untouched(modules):
+        for module in modules:
+            value = module(value)
+            outputs.append(nest.replace(value, lambda t: t.clone()))
+    return outputs
+
+
+def operation_counts(modules: Sequence[nn.Module], batch: Nest) -> list[float]:
+    """Arithmetic of each module's forward, counted, not timed: the same on every machine."""
+    counts = []
+    value = nest.replace(batch, lambda t: t.clone())
+    with untouched(modules):
+        for module in modules:
+            with _OperationCounter() as counter:
+                value = module(value)
+            counts.append(counter.total)
+    return counts
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Matrix products by PyTorch's own formulas; everything else one operation per element."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        elif not func.is_view:
+            self.total += sum(tensor.numel() for tensor in nest.tensors(result))
+        return result

@@ -1,0 +1,51 @@
+"""What can go wrong, as one tree.
+
+    OffbeatError
+    ├── ConfigurationError   an argument breaks a rule; nothing was started  (also a ValueError)
+    ├── BatchError           one batch cannot be trained on; the run is intact  (also a ValueError)
+    ├── ScheduleError        a table of actions breaks a rule  (also a ValueError)
+    │   └── Deadlock         workers wait for each other in a circle
+    ├── StageError           a stage did something its rule cannot support  (also a RuntimeError)
+    └── StoppedError         an earlier error ended this run  (also a RuntimeError)
+
+Every message names the value, the rule and the next step.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class OffbeatError(Exception):
+    """The root: ``except OffbeatError`` catches everything this library raises on purpose."""
+
+
+class ConfigurationError(OffbeatError, ValueError):
+    """An argument breaks a rule. Raised before anything is started."""
+
+
+class BatchError(OffbeatError, ValueError):
+    """One batch cannot be trained on. It was not started, and the trainer can go on."""
+
+
+class ScheduleError(OffbeatError, ValueError):
+    """A table of actions breaks a rule."""
+
+
+class Deadlock(ScheduleError):
+    """Every unfinished worker waits for a message that nobody will send."""
+
+
+class StageError(OffbeatError, RuntimeError):
+    """A stage returned or did something its backward rule cannot support."""
+
+
+class StoppedError(OffbeatError, RuntimeError):
+    """An earlier error left stages at different batches, so the run cannot go on."""
+
+
+def unknown(what: str, value: object, known: Iterable[str]) -> ConfigurationError:
+    """The error for a name that is not in a list: the nearest name, then all of them."""
+    known = list(known)
+    near = get_close_matches(str(value).lower(), known, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigurationError(f"unknown {what} {value!r}.{hint} Known: {', '.join(known)}.")

@@ -1,0 +1,101 @@
+"""What happened: one entry per action, written once, read by plots, reports and checks."""
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+from offbeat.errors import ScheduleError
+from offbeat.table import Kind
+
+_NO_LOSS = float("nan")
+
+
+class Entry(NamedTuple):
+    """One action as it was carried out."""
+
+    kind: Kind
+    stage: int
+    batch: int
+    """Micro-batch, counted over the whole run; for ``U`` the update's number."""
+    version: int
+    """``F``: the version read. ``B``: the newest when it ran. ``U``: the version written."""
+    start_s: float
+    end_s: float
+    loss: float
+    """The loss of this micro-batch where the stage has one, otherwise NaN."""
+
+
+class Ledger:
+    """Columns of plain numbers, about 50 bytes an entry, so that it can stay on in long runs."""
+
+    def __init__(self) -> None:
+        self._kinds: array[int] = array("b")
+        self._stages: array[int] = array("i")
+        self._batches: array[int] = array("q")
+        self._versions: array[int] = array("q")
+        self._starts: array[float] = array("d")
+        self._ends: array[float] = array("d")
+        self._losses: array[float] = array("d")
+
+    def record(
+        self,
+        kind: Kind,
+        stage: int,
+        batch: int,
+        version: int,
+        start_s: float,
+        end_s: float,
+        loss: float | None = None,
+    ) -> None:
+        self._kinds.append(ord(kind))
+        self._stages.append(stage)
+        self._batches.append(batch)
+        self._versions.append(version)
+        self._starts.append(start_s)
+        self._ends.append(end_s)
+        self._losses.append(_NO_LOSS if loss is None else loss)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __getitem__(self, index: int) -> Entry:
+        return Entry(
+            cast(Kind, chr(self._kinds[index])),
+            self._stages[index],
+            self._batches[index],
+            self._versions[index],
+            self._starts[index],
+            self._ends[index],
+            self._losses[index],
+        )
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (self[index] for index in range(len(self)))
+
+    def lags(self, stage: int) -> dict[int, int]:
+        """Measured lag of every applied micro-batch of a stage, in updates."""
+        read: dict[int, int] = {}
+        waiting: list[int] = []
+        lags: dict[int, int] = {}
+        for entry in self:
+            if entry.stage != stage:
+                continue
+            if entry.kind == "F":
+                read[entry.batch] = entry.version
+            elif entry.kind == "B":
+                waiting.append(entry.batch)
+            else:
+                for batch in waiting:
+                    if batch not in read:
+                        raise ScheduleError(f"the ledger has {stage}B{batch} without its forward.")
+                    lags[batch] = entry.version - 1 - read[batch]
+                waiting = []
+        return lags
+
+    def losses(self, stage: int) -> dict[int, float]:
+        """The loss of every micro-batch forwarded at a stage that has one (the last; DGL: all)."""
+        return {
+            entry.batch: entry.loss
+            for entry in self
+            if entry.stage == stage and entry.kind == "F" and entry.loss == entry.loss
+        }

@@ -1,0 +1,35 @@
+"""Features Replay: keep inputs instead of graphs, compute again at the newest weights."""
+
+from dataclasses import dataclass, field, replace
+
+from offbeat.methods.base import Asynchronous, Rule
+from offbeat.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class FeaturesReplay(Asynchronous):
+    """Like DDG, but the backward recomputes the stage from its stored input.
+
+    Update: ``W_k[n+1] = Opt(W_k[n], g_k)``, g by the chain rule through ``f_k(h_k(n); W_k[n])``.
+    Lag: ``K-1-k``. Memory: one set of weights, lag + 1 stage inputs, one graph.
+    Reference: Huo et al., "Training Neural Networks Using Features Replay", 2018
+    (arXiv 1807.04511).
+
+    >>> FeaturesReplay().schedule(3).lags
+    (2, 1, 0)
+    """
+
+    name = "features-replay"
+    title = "Features Replay"
+    lag_formula = "K-1-k"
+    copies = "1"
+    waits_for = "the forward pass"
+    reference = "Huo et al. 2018, arXiv 1807.04511"
+
+    backward: Rule = field(default="recompute", kw_only=True)
+
+    def depths(self, stages: int) -> tuple[int, ...]:
+        return tuple(stages - 1 - stage for stage in range(stages))
+
+    def schedule(self, stages: int) -> Schedule:
+        return replace(super().schedule(stages), lockstep=True)

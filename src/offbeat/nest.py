@@ -1,0 +1,36 @@
+"""Nests: what may travel between stages: tensors in tuples, lists, dicts, with None and values."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Nest = Any
+
+
+def tensors(nest: Nest) -> list[Tensor]:
+    """All tensors of a nest, always in the same order."""
+    found: list[Tensor] = []
+    replace(nest, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def replace(nest: Nest, function: Callable[[Tensor], Any]) -> Nest:
+    """The same nest with ``function`` applied to every tensor."""
+    if isinstance(nest, Tensor):
+        return function(nest)
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(replace(part, function) for part in nest))
+    if isinstance(nest, (tuple, list)):
+        return type(nest)(replace(part, function) for part in nest)
+    if isinstance(nest, dict):
+        return type(nest)((key, replace(part, function)) for key, part in nest.items())
+    return nest
+
+
+def split(nest: Nest, parts: int) -> list[Nest]:
+    """A nest per micro-batch: every tensor cut along its rows as ``tensor_split`` does."""
+    if parts == 1:
+        return [nest]
+    pieces = {id(tensor): tensor.tensor_split(parts) for tensor in tensors(nest)}
+    return [replace(nest, lambda t, i=i: pieces[id(t)][i]) for i in range(parts)]  # type: ignore[misc]

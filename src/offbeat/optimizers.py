@@ -1,0 +1,65 @@
+"""One optimizer, or several, per stage, and the schedulers that count its updates."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from offbeat.errors import ConfigurationError
+from offbeat.stage import Stage
+
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+def attach_optimizers(
+    stage: Stage, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
+) -> None:
+    """Calls the user's factories for one stage and checks what they return."""
+    if not stage.parameters:
+        return
+    made = optimizer(list(stage.parameters))
+    stage.optimizers = list(made) if isinstance(made, Sequence) else [made]
+    _check_optimizers(stage)
+    if scheduler is not None:
+        stage.schedulers = [_check_scheduler(scheduler(o)) for o in stage.optimizers]
+
+
+def _check_optimizers(stage: Stage) -> None:
+    own = {id(parameter) for parameter in stage.parameters}
+    taken: set[int] = set()
+    for optimizer in stage.optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"optimizer(params) returned a {type(optimizer).__name__}: return a torch.optim"
+                " optimizer or a list of them."
+            )
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates the loss again inside its step, which a stage cannot do alone:"
+                " choose an optimizer that needs gradients only."
+            )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if held - own:
+            raise ConfigurationError(
+                f"the optimizer of stage {stage.index} holds {len(held - own)} parameters of other"
+                " stages: build it from the argument, as in"
+                " optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+            )
+        if held & taken:
+            raise ConfigurationError(
+                f"stage {stage.index}: {len(held & taken)} parameters are in two optimizers and"
+                " would be stepped twice. Give each to one."
+            )
+        taken |= held
+
+
+def _check_scheduler(scheduler: Any) -> LRScheduler:
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise ConfigurationError(
+            f"scheduler(optimizer) returned a {type(scheduler).__name__}: return a"
+            " torch.optim.lr_scheduler that is stepped once per update without a metric."
+        )
+    return scheduler

@@ -1,0 +1,304 @@
+"""A stage: a slice of the model with its optimizer, weight versions and batches in flight."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from offbeat import nest
+from offbeat.buffers import WrittenBuffers
+from offbeat.errors import StageError
+from offbeat.memory import StageMemory, Storages
+from offbeat.methods.base import Rule
+from offbeat.nest import Nest
+from offbeat.rng import seed_for, seeded
+from offbeat.versions import Graph, SavedTensors, move_to_fresh_storage, weights_set_to
+
+Loss = Callable[[Nest, Nest], Tensor]
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    version: int
+    given: Nest
+    target: Nest
+    share: float
+    graph: Graph = field(default_factory=Graph)
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    loss: Tensor | None = None
+
+
+class Stage:
+    """``forward``, ``backward`` and ``update`` of one slice of the model.
+
+    The caller decides the order; the stage knows which weights each backward sees. ``loss`` is set
+    where a loss is computed: at the last stage, and with ``head`` at every stage of DGL.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        *,
+        seed: int,
+        device: torch.device,
+        loss: Loss | None = None,
+        head: nn.Module | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.version = 0
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[LRScheduler] = []
+        self._loss = loss
+        self._head = head
+        self._seed = seed
+        self._device = device
+        self._autocast = autocast
+        modules = [module] if head is None else [module, head]
+        self.parameters = [p for m in modules for p in m.parameters()]
+        self._trainable = [p for p in self.parameters if p.requires_grad]
+        self._flights: dict[int, _Flight] = {}
+        self._peak = 0
+        self._old: dict[int, list[Tensor]] = {}
+        self._inputs_changed: bool | None = None
+        self._buffers = WrittenBuffers(modules)
+        self.follow("stash", in_flight=0)
+
+    def follow(
+        self,
+        rule: Rule,
+        *,
+        in_flight: int,
+        kept_versions: int = 0,
+        shrink: float = 1.0,
+        local_loss: bool = False,
+    ) -> None:
+        """Sets what a method decides; only between a drain and the next forward."""
+        # With nothing in flight across an update all rules are plain autograd.
+        plain = in_flight == 0 and kept_versions == 0
+        self._rule: Rule | None = None if plain else rule
+        self._saved = SavedTensors(self.index, self.parameters, rule)
+        self._kept_versions = kept_versions
+        self._shrink = shrink
+        self._local_loss = local_loss
+        self._old.clear()
+
+    # ---------------------------------------------------------------- the three operations
+
+    def forward(
+        self,
+        batch: int,
+        given: Nest,
+        target: Nest = None,
+        *,
+        share: float = 1.0,
+        version: int | None = None,
+    ) -> tuple[Nest, Tensor | None]:
+        """Runs the stage on one micro-batch; returns what travels on, and the loss if there is one.
+
+        ``share`` scales the loss's gradient; ``version`` asks for older weights than the newest.
+        """
+        read = self.version if version is None else version
+        flight = _Flight(version=read, given=given, target=target, share=share)
+        with weights_set_to(self._trainable, self._old.get(read)):
+            if self._rule == "recompute":
+                with torch.no_grad(), self._buffers.restored():
+                    output, loss = self._run(batch, flight, given)
+            else:
+                flight.given = None
+                output, loss = self._build_graph(batch, flight, given)
+        self._flights[batch] = flight
+        self._peak = max(self._peak, len(self._flights))
+        return self._outgoing(output, given), None if loss is None else loss.detach()
+
+    def prepare(self, batch: int) -> None:
+        """Builds the graph of a micro-batch anew at the newest weights, where the rule says so.
+
+        It needs no gradient from the next stage, so it can be done while that is on its way.
+        """
+        flight = self._flights[batch]
+        if self._rule == "recompute" and not flight.outputs:
+            self._build_graph(batch, flight, flight.given)
+
+    def backward(self, batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Adds a micro-batch's gradient to the weights'; returns the gradients of its inputs."""
+        self.prepare(batch)
+        flight = self._flights[batch]
+        if flight.loss is not None:
+            scale = None if flight.share == 1.0 else flight.loss.new_tensor(flight.share)
+            torch.autograd.backward([flight.loss], [scale])
+        else:
+            pairs = [
+                (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
+                for output, gradient in zip(flight.outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        del self._flights[batch]
+        return [tensor.grad for tensor in flight.inputs]
+
+    def update(self) -> None:
+        """Applies the gathered gradients: one optimizer step, one more version."""
+        self._save_version_in_use()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for parameter in self._trainable:
+            parameter.grad = None
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.version += 1
+
+    # ---------------------------------------------------------------- clipping
+
+    def gradient_norms(self) -> Tensor:
+        """The norm of every gradient, in the order of the parameters."""
+        gradients = [p.grad for p in self._trainable if p.grad is not None]
+        if not gradients:
+            return torch.zeros(0, device=self._device)
+        return torch.stack(torch._foreach_norm(gradients))
+
+    def clip(self, max_norm: float, norms: Sequence[Tensor]) -> None:
+        """Scales the gradients so that all ``norms`` together come to at most ``max_norm``.
+
+        Own norms alone clip per stage; every stage's, in order, give the bits of
+        ``torch.nn.utils.clip_grad_norm_`` on the whole model.
+        """
+        total = torch.linalg.vector_norm(torch.cat([norm for norm in norms if norm.numel()]))
+        torch.nn.utils.clip_grads_with_norm_(self._trainable, max_norm, total)
+
+    # ---------------------------------------------------------------- forward, in detail
+
+    def _build_graph(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:
+        leaves = nest.replace(given, lambda t: t.detach().requires_grad_(t.requires_grad))
+        flight.inputs = nest.tensors(leaves)
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._rule in ("stash", "current"):
+            watched = self._saved.kept_in(flight.graph, flight.inputs)
+        with watched:
+            output, loss = self._run(batch, flight, leaves)
+        flight.outputs = nest.tensors(output)
+        flight.loss = loss
+        return output, loss
+
+    def _run(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:
+        seed = seed_for(self._seed, stage=self.index, micro_batch=batch)
+        precision: AbstractContextManager[object] = nullcontext()
+        if self._autocast is not None:
+            # The cache would keep the weights' casts across an update inside one context.
+            precision = torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False)
+        with seeded(seed, self._device), precision:
+            output = self._call(given)
+            if not nest.tensors(output):
+                raise StageError(
+                    f"stage {self.index} ({_describe(self.module)}) returned"
+                    f" {type(output).__name__} without a tensor in it. A stage must return a tensor"
+                    " or a nest (tuple, list, dict) with at least one."
+                )
+            loss = self._compute_loss(output, flight.target)
+        return output, loss
+
+    def _call(self, given: Nest) -> Nest:
+        """Calls the module so that a layer that writes in place spoils nobody's tensor.
+
+        The first call works on a copy and looks whether the module wrote into it; only modules that
+        do go on paying for a copy.
+        """
+        passed = given
+        if self._inputs_changed is not False:
+            passed = nest.replace(given, lambda t: t.clone())
+        before = [tensor._version for tensor in nest.tensors(passed)]
+        output = self.module(passed)
+        changed = before != [tensor._version for tensor in nest.tensors(passed)]
+        if changed and self._inputs_changed is False:
+            raise StageError(
+                f"stage {self.index} ({_describe(self.module)}) began to change its input in place"
+                " after its first batch. Use the out-of-place form of that operation."
+            )
+        if self._inputs_changed is None:
+            self._inputs_changed = changed
+        return output
+
+    def _compute_loss(self, output: Nest, target: Nest) -> Tensor | None:
+        if self._loss is None or (self._head is not None and not self._local_loss):
+            return None
+        loss = self._loss(output if self._head is None else self._head(output), target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise StageError(
+                f"the loss must return one floating-point number as a tensor; it returned"
+                f" {found}. Reduce it, for example with reduction='mean' or .mean()."
+            )
+        return loss
+
+    def _outgoing(self, output: Nest, given: Nest) -> Nest:
+        """Detached tensors for the next stage, marked where a gradient should come back."""
+        needed = not self._local_loss and (
+            bool(self._trainable) or any(t.requires_grad for t in nest.tensors(given))
+        )
+
+        def outgoing(tensor: Tensor) -> Tensor:
+            # Without a graph (recompute) any floating-point output may turn out to need one.
+            wanted = tensor.requires_grad or (
+                self._rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
+            )
+            return tensor.detach().requires_grad_(needed and wanted)
+
+        return nest.replace(output, outgoing)
+
+    # ---------------------------------------------------------------- versions and memory
+
+    def _save_version_in_use(self) -> None:
+        in_use = self._rule == "stash" and any(
+            flight.version == self.version for flight in self._flights.values()
+        )
+        if not in_use and not self._kept_versions:
+            return
+        old = move_to_fresh_storage(self._trainable)
+        if self._kept_versions:
+            self._old[self.version] = old
+            for version in [v for v in self._old if v <= self.version - self._kept_versions]:
+                del self._old[version]
+
+    def discard(self) -> None:
+        """Forgets everything in flight, and gradients that were not applied."""
+        self._flights.clear()
+        self._old.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def memory(self) -> StageMemory:
+        storages = Storages(self.parameters)
+        for old in self._old.values():
+            for parameter, values in zip(self._trainable, old, strict=True):
+                storages.add_version(parameter, values)
+        for flight in self._flights.values():
+            storages.add_graph(flight.graph)
+            storages.add_tensors(nest.tensors(flight.given))
+        inputs = sum(not flight.outputs for flight in self._flights.values())
+        return StageMemory(
+            weight_copies=storages.weight_copies,
+            graphs=len(self._flights) - inputs,
+            inputs=inputs,
+            peak_in_flight=self._peak,
+            weight_bytes=storages.weight_bytes,
+            in_flight_bytes=storages.other_bytes,
+        )
+
+
+def _describe(module: nn.Module) -> str:
+    names = [type(child).__name__ for child in module.children()] or [type(module).__name__]
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

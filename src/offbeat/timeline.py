@@ -1,0 +1,136 @@
+"""How long a schedule takes when every action has a cost: busy share and speed-up, no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from offbeat.errors import ConfigurationError
+from offbeat.methods.base import Method
+from offbeat.schedule import Schedule
+from offbeat.table import Action, Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What one whole batch costs at one stage, in any unit of time; ``hop`` is one message.
+
+    ``share`` weighs the stages: ``(2, 1)`` makes the first twice as dear as the second, with the
+    same total.
+    """
+
+    forward: float = 1.0
+    recompute: float = 1.0
+    backward: float = 2.0
+    hop: float = 0.0
+    share: Sequence[float] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "recompute", "backward", "hop"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: a cost is at least 0.")
+        if not self.forward + self.backward > 0:
+            raise ConfigurationError("forward and backward both cost 0: give one of them a cost.")
+        if any(not share > 0 for share in self.share):
+            raise ConfigurationError(f"share={tuple(self.share)}: give positive numbers.")
+
+    def weight(self, stage: int, stages: int) -> float:
+        if not self.share:
+            return 1.0
+        if len(self.share) != stages:
+            raise ConfigurationError(
+                f"share has {len(self.share)} entries for {stages} stages: give one per stage."
+            )
+        return self.share[stage] / fmean(self.share)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run of ``steps`` steps in modelled time, and what it comes to once the pipe is full."""
+
+    spans: tuple[Span, ...]
+    stages: int
+    step_time: float
+    """Time per step in the steady state."""
+    busy_share: float
+    """Part of all stages' time spent on work, recomputation included, in the steady state."""
+    speed_up: float
+    """Over one device that runs all stages one after the other and recomputes nothing."""
+
+    @property
+    def duration(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    def picture(self, width: int = 100) -> str:
+        """One line per stage; each action starts with its name and lasts as many characters."""
+        shortest = min((s.end - s.start for s in self.spans if s.end > s.start), default=1.0)
+        longest_name = max(len(_label(span.action)) for span in self.spans)
+        scale = (longest_name + 1) / shortest
+        lines = []
+        for stage in range(self.stages):
+            line = [" "] * (round(self.duration * scale) + 1)
+            for span in self.spans:
+                if span.action.stage == stage and span.end > span.start:
+                    first, last = round(span.start * scale), round(span.end * scale)
+                    fill = "-" if span.action.kind == "F" else "="
+                    line[first:last] = _label(span.action).ljust(last - first - 1, fill) + " "
+            text = "".join(line)
+            lines.append(f"stage {stage}  {text[: max(1, width - 9)].rstrip()}")
+        return "\n".join(lines)
+
+
+def timeline(
+    method: Method, stages: int, *, steps: int = 8, costs: Costs | None = None
+) -> Timeline:
+    """The timing model of a method: its own table, walked with costs.
+
+    >>> from offbeat.methods import GPipe
+    >>> round(timeline(GPipe(micro_batches=4), 4).busy_share, 4)  # 4 / (4 + 4 - 1)
+    0.5714
+    """
+    costs = costs or Costs()
+    schedule = method.schedule(stages)
+    cost = _action_cost(schedule, method, costs)
+    # The steady state is the slope between two runs that are both longer than the fill.
+    short, more = 4 * (schedule.fill_steps + stages), 4 * stages
+    ends = [
+        max(span.end for span in schedule.table(count).walk(cost, costs.hop))
+        for count in (short, short + more)
+    ]
+    step_time = (ends[1] - ends[0]) / more
+    weights = [costs.weight(stage, stages) for stage in range(stages)]
+    one_device = sum(weight * (costs.forward + costs.backward) for weight in weights)
+    steady = schedule.fill_steps
+    work = sum(cost(action) for stage in range(stages) for action in schedule.row(stage, steady))
+    return Timeline(
+        spans=tuple(schedule.table(steps).walk(cost, costs.hop)),
+        stages=stages,
+        step_time=step_time,
+        busy_share=work / (stages * step_time),
+        speed_up=one_device / step_time,
+    )
+
+
+class _action_cost:
+    """Cost of an action: its stage's share of a batch, recomputation where the rule needs it."""
+
+    def __init__(self, schedule: Schedule, method: Method, costs: Costs) -> None:
+        scale = [
+            costs.weight(stage, schedule.stages) / schedule.micro_batches
+            for stage in range(schedule.stages)
+        ]
+        # A stage without lag keeps its graph: there is nothing to compute again.
+        again = [
+            costs.recompute if method.rule == "recompute" and schedule.in_flight(stage) else 0.0
+            for stage in range(schedule.stages)
+        ]
+        self._forward = [costs.forward * s for s in scale]
+        self._backward = [(costs.backward + r) * s for s, r in zip(scale, again, strict=True)]
+
+    def __call__(self, action: Action) -> float:
+        if action.kind == "U":
+            return 0.0
+        return (self._forward if action.kind == "F" else self._backward)[action.stage]
+
+
+def _label(action: Action) -> str:
+    return f"{action.kind}{action.batch}"

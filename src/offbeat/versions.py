@@ -1,0 +1,232 @@
+"""Weight versions: which weights a backward pass finds in a graph that was built updates ago.
+
+Autograd stores references to parameters in the graph, and an optimizer writes them in place. Left
+alone, the backward of an older batch would raise, or see weights it should not. Hooks on every
+saved tensor decide instead, without copying:
+
+    saved tensor                    kept in the graph              seen by the backward
+    ------------------------------  -----------------------------  -------------------------------
+    a weight, rule ``current``      the parameter and a view       the newest values
+    a weight, rule ``stash``        an alias of today's storage    the values of the forward
+    a cast of a weight (autocast)   the same, and the dtype        cast again from the above
+    anything else                   itself                         itself
+
+Under ``stash`` the update then writes to fresh storage while something in flight still refers to
+the old one (:func:`move_to_fresh_storage`): a copy per version, never per batch.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offbeat import nest
+from offbeat.errors import StageError
+from offbeat.methods.base import Rule
+
+# A chain of these nodes from a saved tensor to a parameter means: the weight itself, seen
+# differently. Autocast makes such chains (TBackward0, ToCopyBackward0, AccumulateGrad).
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")
+)
+_CAST = "ToCopyBackward0"
+
+
+class SavedWeight:
+    """A view of a parameter in a graph, rebuilt when the backward asks for it."""
+
+    __slots__ = ("__weakref__", "dtype", "offset", "parameter", "size", "source", "stride")
+
+    def __init__(self, parameter: nn.Parameter, source: Tensor, seen: Tensor) -> None:
+        self.parameter = parameter
+        self.source = source  # the parameter itself, or an alias of one version of it
+        self.dtype = seen.dtype
+        self.size, self.stride = seen.size(), seen.stride()
+        self.offset = seen.storage_offset()
+
+    def rebuild(self) -> Tensor:
+        weight = self.source.detach().to(self.dtype)
+        return weight.as_strided(self.size, self.stride, self.offset)
+
+
+class SavedActivation:
+    """Any other tensor of a graph, with the check that autograd leaves out under hooks."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def rebuild(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise StageError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs was"
+                " changed by an in-place operation after it was saved; plain PyTorch refuses this"
+                " too. Use the out-of-place form of the operation."
+            )
+        return self.tensor
+
+
+Saved = SavedWeight | SavedActivation
+
+
+class Graph:
+    """What one in-flight graph holds; autograd owns the tensors, this only watches them."""
+
+    def __init__(self) -> None:
+        self._saved: list[weakref.ref[Saved]] = []
+
+    def add(self, saved: Saved) -> Saved:
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def alive(self) -> Iterator[Saved]:
+        return (saved for ref in self._saved if (saved := ref()) is not None)
+
+
+class SavedTensors:
+    """The hooks of one stage under ``stash`` or ``current``."""
+
+    def __init__(self, stage: int, parameters: Sequence[nn.Parameter], rule: Rule) -> None:
+        self._stage = stage
+        self._parameters = parameters
+        self._rule = rule
+        self._inspected = False
+
+    @contextmanager
+    def kept_in(self, graph: Graph, inputs: Iterable[Tensor]) -> Iterator[None]:
+        """Runs a forward so that the graph it builds follows the rule."""
+        weights = {
+            storage: parameter
+            for parameter in self._parameters
+            if (storage := parameter.untyped_storage().data_ptr())
+        }
+        known = {id(parameter) for parameter in self._parameters}
+        inspection = None if self._inspected else _Inspection(weights, inputs)
+
+        def pack(tensor: Tensor) -> Saved:
+            if tensor.layout is not torch.strided:
+                return graph.add(SavedActivation(tensor))
+            parameter = weights.get(tensor.untyped_storage().data_ptr())
+            if parameter is None:
+                parameter = _cast_from(tensor, known)
+            if parameter is not None:
+                source = parameter if self._rule == "current" else parameter.detach()
+                return graph.add(SavedWeight(parameter, source, tensor))
+            if inspection is not None and self._rule == "current":
+                self._refuse_derived(inspection.derived_by(tensor), tensor)
+            return graph.add(SavedActivation(tensor))
+
+        with ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(pack, _rebuild))
+            if inspection is not None:
+                inspection.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                stack.enter_context(inspection)
+            yield
+        if inspection is not None and inspection.foreign_hooks:
+            raise StageError(
+                f"stage {self._stage}: its modules set saved-tensor hooks of their own (activation"
+                f" checkpointing does), so rule {self._rule!r} cannot say which weights the"
+                " backward sees. Remove the checkpointing, or use backward='recompute', which"
+                " recomputes the whole stage from its input."
+            )
+        self._inspected = True
+
+    def _refuse_derived(self, operation: str | None, tensor: Tensor) -> None:
+        if operation is not None:
+            raise StageError(
+                f"stage {self._stage}: {operation} computes a tensor of shape"
+                f" {tuple(tensor.shape)} from weights alone, and the backward needs it. Rule"
+                " 'current' promises the newest weights and cannot compute it again. Use"
+                " backward='stash' or backward='recompute'."
+            )
+
+
+def _rebuild(saved: Saved) -> Tensor:
+    return saved.rebuild()
+
+
+class _Inspection(TorchDispatchMode):
+    """Watches one forward: which tensors come from weights alone, and who else sets hooks.
+
+    Costs a Python call per operation, so it runs on a stage's first forward only.
+    """
+
+    def __init__(self, weights: dict[int, nn.Parameter], inputs: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.hooks: Any = None
+        self.foreign_hooks = False
+        self._weights = weights
+        self._data = {_storage(tensor) for tensor in inputs}
+        self._derived: dict[int, str] = {}
+        self._alive: list[Tensor] = []  # so that no address is used twice while we watch
+
+    def derived_by(self, tensor: Tensor) -> str | None:
+        return self._derived.get(_storage(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.foreign_hooks |= top is not None and top != self.hooks
+        read = {_storage(tensor) for tensor in nest.tensors([args, kwargs])}
+        outputs = nest.tensors(result)
+        self._alive += outputs
+        made = {_storage(tensor) for tensor in outputs} - read
+        if read & self._data:
+            self._data |= made
+        elif any(storage in self._weights or storage in self._derived for storage in read):
+            self._derived |= dict.fromkeys(made, str(func))
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _cast_from(tensor: Tensor, known: set[int]) -> nn.Parameter | None:
+    """The parameter of which ``tensor`` is a cast copy or a view of one, if it is."""
+    node = tensor.grad_fn
+    casts = 0
+    while node is not None and (node.name() in _VIEWS or node.name() == _CAST):
+        casts += node.name() == _CAST
+        node = node.next_functions[0][0]
+    parameter = getattr(node, "variable", None)
+    if casts != 1 or id(parameter) not in known:
+        return None
+    assert isinstance(parameter, nn.Parameter)
+    whole = parameter.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return parameter if whole else None
+
+
+def move_to_fresh_storage(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Lets the next in-place update leave the present values alone; returns aliases of them."""
+    old = []
+    for parameter in parameters:
+        old.append(parameter.detach())
+        parameter.data = parameter.detach().clone()
+    return old
+
+
+@contextmanager
+def weights_set_to(
+    parameters: Sequence[nn.Parameter], values: Sequence[Tensor] | None
+) -> Iterator[None]:
+    """Lends a module an older version of its weights; None leaves the newest in place."""
+    if values is None:
+        yield
+        return
+    newest = [parameter.data for parameter in parameters]
+    try:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+        yield
+    finally:
+        for parameter, value in zip(parameters, newest, strict=True):
+            parameter.data = value

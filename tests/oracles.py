@@ -1,0 +1,363 @@
+"""What the papers say, naively: one oracle per method, to test a pipeline engine against.
+
+Each oracle is written from the equations and shares nothing with the library. It keeps EVERY
+version of the weights in a plain list, `versions[v]` being W_k[v], the weights of stage k after
+v updates, and indexes that list with the paper's time indices. So it needs no clever engine: no
+queues, no ticks and no fill or drain. With m_k the lag of stage k and M micro-batches per update,
+micro-batch i (counted over all batches)
+
+    goes forward  through stage k at W_k[max(0, i - m_k) // M],
+    goes backward through stage k when it stands at W_k[i // M],
+
+and both versions exist once the micro-batches before i are done. One loop over i is enough.
+
+Every oracle takes stages (left as they are: it works on copies), batches, a loss and a function
+that makes an optimizer from a list of parameters, and returns each stage's final parameters after
+every batch was applied exactly once. Every parameter trains; there is no randomness in a stage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+class _Stage:
+    """A copy of one stage, its optimizer, and all the versions its weights have had."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: MakeOptimizer, head: nn.Module | None = None
+    ) -> None:
+        self.module = copy.deepcopy(module)
+        self.head = copy.deepcopy(head)
+        self.names = [name for name, _ in self.module.named_parameters()]
+        self.live: list[Tensor] = list(self.module.parameters())
+        if self.head is not None:
+            self.live += list(self.head.parameters())
+        self.optimizer = optimizer(self.live) if self.live else None
+        self.versions = [[p.detach().clone() for p in self.live]]
+
+    def leaves(self, version: int) -> list[Tensor]:
+        """W_k[version], as fresh leaves of a new graph."""
+        return [w.clone().requires_grad_() for w in self.versions[version]]
+
+    def forward(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The stage as a function of any weights."""
+        named = dict(zip(self.names, weights, strict=True))
+        output: Tensor = torch.func.functional_call(self.module, named, (x,))
+        return output
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Sum one micro-batch's gradients into the group's."""
+        for p, g in zip(self.live, gradients, strict=True):
+            p.grad = g.clone() if p.grad is None else p.grad + g
+
+    def update(self) -> None:
+        """W_k[u+1] = Opt(W_k[u], g_k(u)), remembered."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.versions.append([p.detach().clone() for p in self.live])
+
+    def final(self) -> list[Tensor]:
+        """The newest weights of the stage, without those of its head."""
+        return self.versions[-1][: len(self.names)]
+
+
+def _micro_batches(
+    batches: Sequence[Batch], accumulate: int, reduction: str = "mean"
+) -> list[tuple[Tensor, Tensor, float]]:
+    """All micro-batches in order: inputs, targets and the factor of the loss."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
+    pieces = []
+    for x, y in batches:
+        if len(x) < accumulate:
+            raise ValueError(f"{len(x)} rows cannot make {accumulate} micro-batches")
+        for xs, ys in zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True):
+            pieces.append((xs, ys, len(xs) / len(x) if reduction == "mean" else 1.0))
+    return pieces
+
+
+def _scaled(value: Tensor, share: float) -> Tensor:
+    """The loss times its share of the rows; untouched when the share is everything."""
+    return value if share == 1.0 else value * share
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """A stage's input cut from the stage below (token indices have no gradient)."""
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _chain_rule(
+    output: Tensor, error: Tensor | None, weights: list[Tensor], x: Tensor
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of the weights and of the input; `error` is None where output is the loss."""
+    if not x.requires_grad:
+        return list(torch.autograd.grad(output, weights, error)), None
+    *own, down = torch.autograd.grad(output, [*weights, x], error)
+    return own, down
+
+
+def bp(
+    stages: list[nn.Sequential],
+    batches: list[Batch],
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    accumulate: int = 1,
+) -> list[list[Tensor]]:
+    """Plain back-propagation through the whole network; GPipe and 1F1B with flush equal it."""
+    copies = [_Stage(stage, optimizer) for stage in stages]
+    network = nn.Sequential(*[stage.module for stage in copies])
+    for batch in batches:
+        for x, y, share in _micro_batches([batch], accumulate):
+            torch.autograd.backward(_scaled(loss(network(x), y), share))
+        for stage in copies:
+            stage.update()
+    return [stage.final() for stage in copies]
+
+
+def stash(
+    stages: list[nn.Sequential],
+    batches: list[Batch],
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    lags: list[int],
+    accumulate: int = 1,
+    beta: float = 1.0,
+    reduction: str = "mean",
+) -> list[list[Tensor]]:
+    """PipeDream, DDG, FDG, ADL: exact gradient at the weights each stage read going forward.
+
+    g_k(i) is the gradient at the point (.., W_k[max(0, i - m_k) // M], ..), applied to W_k[i // M].
+    FDG multiplies the incoming error gradient by beta in every stage but the last. The authors'
+    ADL sums over the M micro-batches (reduction="sum": no loss is scaled).
+    """
+    copies = [_Stage(stage, optimizer) for stage in stages]
+    for i, (x, y, share) in enumerate(_micro_batches(batches, accumulate, reduction)):
+        h, inputs, outputs, weights = x, [], [], []
+        for stage, lag in zip(copies, lags, strict=True):
+            weights.append(stage.leaves(max(0, i - lag) // accumulate))
+            inputs.append(_leaf(h))
+            h = stage.forward(weights[-1], inputs[-1])
+            outputs.append(h)
+        outputs[-1] = _scaled(loss(h, y), share)
+        error = None
+        for k in reversed(range(len(copies))):
+            if error is not None:
+                error = beta * error
+            own, error = _chain_rule(outputs[k], error, weights[k], inputs[k])
+            copies[k].add(own)
+            if (i + 1) % accumulate == 0:
+                copies[k].update()
+    return [stage.final() for stage in copies]
+
+
+def _forward_by_hand(
+    stage: nn.Sequential, weights: list[Tensor], x: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The stage's output, and all its activations: the input, then each layer's output."""
+    left, activations = list(weights), [x]
+    for layer in stage:
+        if isinstance(layer, nn.Linear):
+            x = x @ left.pop(0).T
+            if layer.bias is not None:
+                x = x + left.pop(0)
+        elif isinstance(layer, nn.Tanh):
+            x = x.tanh()
+        elif isinstance(layer, nn.ReLU):
+            x = x.clamp(min=0)
+        else:
+            raise TypeError(f"no hand-written backward for {type(layer).__name__}")
+        activations.append(x)
+    return x, activations
+
+
+def _backward_by_hand(
+    stage: nn.Sequential, weights: list[Tensor], activations: list[Tensor], g: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """The same layers from the top down, with these weights and those activations."""
+    left, gradients = list(weights), []
+    for n, layer in reversed(list(enumerate(stage))):
+        x, a = activations[n], activations[n + 1]
+        if isinstance(layer, nn.Linear):
+            if layer.bias is not None:
+                left.pop()
+                gradients.append(g.sum(0))
+            gradients.append(g.T @ x)
+            g = g @ left.pop()
+        elif isinstance(layer, nn.Tanh):
+            g = g * (1 - a**2)
+        else:
+            g = g * (a > 0)
+    return gradients[::-1], g
+
+
+def current(
+    stages: list[nn.Sequential],
+    batches: list[Batch],
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    lags: list[int],
+    accumulate: int = 1,
+) -> list[list[Tensor]]:
+    """StaleWeights: old activations, newest weights in the vector-Jacobian products.
+
+    Activations come from W_k[max(0, i - m_k) // M]; the backward multiplies by W_k[i // M]. By
+    hand, for Linear, Tanh and ReLU on rows; autograd gives only the loss's gradient at the output.
+    """
+    copies = [_Stage(stage, optimizer) for stage in stages]
+    for i, (x, y, share) in enumerate(_micro_batches(batches, accumulate)):
+        h, old_activations = x, []
+        for k, stage in enumerate(copies):
+            old = stage.versions[max(0, i - lags[k]) // accumulate]
+            h, activations = _forward_by_hand(stages[k], old, h)
+            old_activations.append(activations)
+        output = h.detach().requires_grad_()
+        (g,) = torch.autograd.grad(_scaled(loss(output, y), share), output)
+        for k in reversed(range(len(copies))):
+            new = copies[k].versions[i // accumulate]
+            own, g = _backward_by_hand(stages[k], new, old_activations[k], g)
+            copies[k].add(own)
+            if (i + 1) % accumulate == 0:
+                copies[k].update()
+    return [stage.final() for stage in copies]
+
+
+def recompute(
+    stages: list[nn.Sequential],
+    batches: list[Batch],
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    lags: list[int],
+    accumulate: int = 1,
+) -> list[list[Tensor]]:
+    """DSP, Features Replay: only stage inputs are kept, the backward runs the forward again.
+
+    Going up, h_{k+1}(i) = f_k(h_k(i); W_k[max(0, i - m_k) // M]). Going down, f_k (and, above the
+    last stage, the loss) is run again from the stored h_k(i) at W_k[i // M].
+    """
+    copies = [_Stage(stage, optimizer) for stage in stages]
+    for i, (x, y, share) in enumerate(_micro_batches(batches, accumulate)):
+        h, inputs = x, []
+        for stage, lag in zip(copies, lags, strict=True):
+            inputs.append(_leaf(h))
+            h = stage.forward(stage.versions[max(0, i - lag) // accumulate], inputs[-1])
+        error = None
+        for k in reversed(range(len(copies))):
+            weights = copies[k].leaves(i // accumulate)
+            output = copies[k].forward(weights, inputs[k])
+            if k == len(copies) - 1:
+                output = _scaled(loss(output, y), share)
+            own, error = _chain_rule(output, error, weights, inputs[k])
+            copies[k].add(own)
+            if (i + 1) % accumulate == 0:
+                copies[k].update()
+    return [stage.final() for stage in copies]
+
+
+def two_buffered(
+    stages: list[nn.Sequential],
+    batches: list[Batch],
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    accumulate: int,
+) -> list[list[Tensor]]:
+    """PipeDream-2BW: group u reads W[max(0, u - 1)] forward and backward, in every stage.
+
+    So g(u) is the whole network's gradient one version ago, and W[u+1] = Opt(W[u], g(u)).
+    """
+    copies = [_Stage(stage, optimizer) for stage in stages]
+    for u, batch in enumerate(batches):
+        for x, y, share in _micro_batches([batch], accumulate):
+            h, weights = x, [stage.leaves(max(0, u - 1)) for stage in copies]
+            for stage, own in zip(copies, weights, strict=True):
+                h = stage.forward(own, h)
+            torch.autograd.backward(_scaled(loss(h, y), share))
+            for stage, own in zip(copies, weights, strict=True):
+                stage.add([w.grad for w in own if w.grad is not None])
+        for stage in copies:
+            stage.update()
+    return [stage.final() for stage in copies]
+
+
+def local_losses(
+    stages: list[nn.Sequential],
+    batches: list[Batch],
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    heads: list[nn.Module],
+    accumulate: int = 1,
+) -> list[list[Tensor]]:
+    """DGL: each stage trains on its own loss, through its head; only activations move, detached.
+
+    Stage k < K-1 minimises loss(head_k(f_k(h_k)), y) over its own and its head's weights, the last
+    stage minimises loss(f(h), y). Heads' final weights are not returned.
+    """
+    tops = [*heads, None]
+    copies = [_Stage(s, optimizer, head) for s, head in zip(stages, tops, strict=True)]
+    for batch in batches:
+        for x, y, share in _micro_batches([batch], accumulate):
+            h = x
+            for stage in copies:
+                h = stage.module(h.detach())
+                guess = h if stage.head is None else stage.head(h)
+                value = _scaled(loss(guess, y), share)
+                if stage.live:
+                    stage.add(torch.autograd.grad(value, stage.live))
+        for stage in copies:
+            stage.update()
+    return [stage.final() for stage in copies]
+
+
+def level_of_staleness(stages: int, accumulate: int) -> list[list[int]]:
+    """ADL's d_{k,j} = ceil((2(K-1-k) - j) / M), not below 0: one row per stage, j = 0..M-1."""
+    return [
+        [max(0, -((j - 2 * (stages - 1 - k)) // accumulate)) for j in range(accumulate)]
+        for k in range(stages)
+    ]
+
+
+def random_network(
+    seed: int,
+    stages: int,
+    dtype: torch.dtype = torch.float64,
+    widths: tuple[int, int] = (3, 7),
+) -> tuple[list[nn.Sequential], int, int]:
+    """Stages of 1 to 3 Linear layers with Tanh or ReLU; also the numbers of inputs and classes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+
+        def pick(low: int, high: int) -> int:
+            return int(torch.randint(low, high + 1, ()))
+
+        inputs = width = pick(*widths)
+        network = []
+        for k in range(stages):
+            layers: list[nn.Module] = []
+            for _ in range(pick(1, 3)):
+                below, width = width, pick(*widths)
+                layers.append(nn.Linear(below, width, dtype=dtype))
+                layers.append(nn.ReLU() if pick(0, 2) == 0 else nn.Tanh())
+            network.append(nn.Sequential(*(layers if k < stages - 1 else layers[:-1])))
+    return network, inputs, width
+
+
+def random_batches(
+    seed: int, count: int, rows: int, inputs: int, classes: int, last_rows: int
+) -> list[Batch]:
+    """`count` batches of float64 rows and class labels, the last one of `last_rows` rows."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for n in range(count):
+        size = rows if n < count - 1 else last_rows
+        x = torch.randn(size, inputs, dtype=torch.float64, generator=generator)
+        batches.append((x, torch.randint(classes, (size,), generator=generator)))
+    return batches
