@@ -258,16 +258,15 @@ class Stage:
     # ---------------------------------------------------------------- versions and memory
 
     def _save_version_in_use(self) -> None:
-        in_use = self._rule == "stash" and any(
-            flight.version == self.version for flight in self._flights.values()
-        )
-        if not in_use and not self._kept_versions:
-            return
-        old = move_to_fresh_storage(self._trainable)
+        """Lets the update write beside the values that something in flight still needs."""
         if self._kept_versions:
-            self._old[self.version] = old
+            self._old[self.version] = move_to_fresh_storage(self._trainable)
             for version in [v for v in self._old if v <= self.version - self._kept_versions]:
                 del self._old[version]
+        elif self._rule == "stash":
+            graphs = [f.graph for f in self._flights.values() if f.version == self.version]
+            needed = set().union(*(graph.weights for graph in graphs))
+            move_to_fresh_storage(p for p in self._trainable if p in needed)
 
     def discard(self) -> None:
         """Forgets everything in flight, and gradients that were not applied."""

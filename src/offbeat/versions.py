@@ -82,9 +82,13 @@ class Graph:
 
     def __init__(self) -> None:
         self._saved: list[weakref.ref[Saved]] = []
+        self.weights: set[nn.Parameter] = set()
+        """The parameters its backward will ask for."""
 
     def add(self, saved: Saved) -> Saved:
         self._saved.append(weakref.ref(saved))
+        if isinstance(saved, SavedWeight):
+            self.weights.add(saved.parameter)
         return saved
 
     def alive(self) -> Iterator[Saved]:

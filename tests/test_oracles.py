@@ -1,0 +1,223 @@
+"""Every method against an oracle written from its paper, which shares no code with the library."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from helpers import OPTIMIZERS, Factory, trained
+from torch import Tensor, nn
+
+from offbeat.methods import (
+    ADL,
+    DDG,
+    DGL,
+    DSP,
+    FDG,
+    METHODS,
+    FeaturesReplay,
+    GPipe,
+    Method,
+    OneFOneB,
+    PipeDream,
+    PipeDream2BW,
+    StaleWeights,
+    Synchronous,
+)
+
+Weights = list[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, and the oracle with the settings the paper's table gives it for K stages."""
+
+    method: Callable[[int], Method]
+    oracle: Callable[..., Weights]
+    settings: Callable[[int], dict[str, Any]]
+
+
+def one_way(stages: int) -> list[int]:
+    return [stages - 1 - k for k in range(stages)]
+
+
+def both_ways(stages: int) -> list[int]:
+    return [2 * (stages - 1 - k) for k in range(stages)]
+
+
+CASES = {
+    "synchronous": Case(lambda K: Synchronous(), oracles.bp, lambda K: {}),
+    "gpipe": Case(lambda K: GPipe(3), oracles.bp, lambda K: {"accumulate": 3}),
+    "1f1b": Case(lambda K: OneFOneB(5), oracles.bp, lambda K: {"accumulate": 5}),
+    "1f1b-few": Case(lambda K: OneFOneB(2), oracles.bp, lambda K: {"accumulate": 2}),
+    "pipedream": Case(lambda K: PipeDream(), oracles.stash, lambda K: {"lags": one_way(K)}),
+    "pipedream-accumulated": Case(
+        lambda K: PipeDream(accumulate=2),
+        oracles.stash,
+        lambda K: {"lags": one_way(K), "accumulate": 2},
+    ),
+    "pipedream-current": Case(
+        lambda K: PipeDream(backward="current"), oracles.current, lambda K: {"lags": one_way(K)}
+    ),
+    "pipedream-2bw": Case(
+        lambda K: PipeDream2BW(), oracles.two_buffered, lambda K: {"accumulate": K}
+    ),
+    "pipedream-2bw-more": Case(
+        lambda K: PipeDream2BW(accumulate=5), oracles.two_buffered, lambda K: {"accumulate": 5}
+    ),
+    "ddg": Case(lambda K: DDG(), oracles.stash, lambda K: {"lags": one_way(K)}),
+    "features-replay": Case(
+        lambda K: FeaturesReplay(), oracles.recompute, lambda K: {"lags": one_way(K)}
+    ),
+    "fdg": Case(lambda K: FDG(), oracles.stash, lambda K: {"lags": both_ways(K)}),
+    "fdg-shrinking": Case(
+        lambda K: FDG(beta=0.7), oracles.stash, lambda K: {"lags": both_ways(K), "beta": 0.7}
+    ),
+    "stale-weights": Case(
+        lambda K: StaleWeights(), oracles.current, lambda K: {"lags": both_ways(K)}
+    ),
+    "stale-weights-accumulated": Case(
+        lambda K: StaleWeights(accumulate=3),
+        oracles.current,
+        lambda K: {"lags": both_ways(K), "accumulate": 3},
+    ),
+    "stale-weights-recompute": Case(
+        lambda K: StaleWeights(backward="recompute"),
+        oracles.recompute,
+        lambda K: {"lags": both_ways(K)},
+    ),
+    "adl": Case(lambda K: ADL(2), oracles.stash, lambda K: {"lags": both_ways(K), "accumulate": 2}),
+    "adl-4": Case(
+        lambda K: ADL(), oracles.stash, lambda K: {"lags": both_ways(K), "accumulate": 4}
+    ),
+    "adl-sum": Case(
+        lambda K: ADL(3, reduction="sum"),
+        oracles.stash,
+        lambda K: {"lags": both_ways(K), "accumulate": 3, "reduction": "sum"},
+    ),
+    "adl-current": Case(
+        lambda K: ADL(2, backward="current"),
+        oracles.current,
+        lambda K: {"lags": both_ways(K), "accumulate": 2},
+    ),
+    "dsp": Case(lambda K: DSP(), oracles.recompute, lambda K: {"lags": both_ways(K)}),
+    "dsp-slack": Case(
+        lambda K: DSP(hop=2),
+        oracles.recompute,
+        lambda K: {"lags": [4 * (K - 1 - k) for k in range(K)]},
+    ),
+    "dsp-lag-at-the-last-stage": Case(
+        lambda K: DSP(lag=tuple(3 * (K - 1 - k) + 1 for k in range(K))),
+        oracles.recompute,
+        lambda K: {"lags": [3 * (K - 1 - k) + 1 for k in range(K)]},
+    ),
+    "dsp-stash": Case(
+        lambda K: DSP(lag=tuple(3 * (K - 1 - k) + 1 for k in range(K)), backward="stash"),
+        oracles.stash,
+        lambda K: {"lags": [3 * (K - 1 - k) + 1 for k in range(K)]},
+    ),
+    "dsp-current": Case(
+        lambda K: DSP(lag=tuple(3 * (K - 1 - k) + 1 for k in range(K)), backward="current"),
+        oracles.current,
+        lambda K: {"lags": [3 * (K - 1 - k) + 1 for k in range(K)]},
+    ),
+}
+
+
+def compare(
+    method: Method, oracle: Callable[..., Weights], stages: int, seed: int, optimizer: Factory,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Trains one random network both ways and compares every parameter of every stage."""
+    network, inputs, classes = oracles.random_network(seed, stages)
+    batches = oracles.random_batches(seed, 9, 7, inputs, classes, last_rows=5)
+    loss = nn.functional.cross_entropy
+    expected = oracle(network, batches, loss, optimizer, **settings)
+    trainer = trained(network, batches, method, optimizer)
+    for stage, weights in zip(trainer.model.children(), expected, strict=True):
+        for ours, theirs in zip(stage.parameters(), weights, strict=True):
+            # float64: rules and lags differ by 1e-7 and more, rounding by 1e-15.
+            torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_method_equals_its_oracle(name: str, stages: int, optimizer: str) -> None:
+    case = CASES[name]
+    seed = stages + 10 * list(OPTIMIZERS).index(optimizer)  # every combination its own network
+    compare(
+        case.method(stages), case.oracle, stages, seed, OPTIMIZERS[optimizer],
+        **case.settings(stages),
+    )  # fmt: skip
+
+
+def test_every_method_has_an_oracle() -> None:
+    tested = {type(case.method(2)) for case in CASES.values()} | {DGL}
+    assert tested == set(METHODS)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_dgl_equals_its_oracle(stages: int, accumulate: int, optimizer: str) -> None:
+    network, inputs, classes = oracles.random_network(stages, stages)
+    batches = oracles.random_batches(stages, 6, 6, inputs, classes, last_rows=4)
+    torch.manual_seed(3)
+    widths = [inputs]
+    x = batches[0][0]
+    for stage in network:
+        x = stage(x)
+        widths.append(x.shape[1])
+    heads = [nn.Linear(width, classes).double() for width in widths[1:-1]]
+    unused = copy.deepcopy(heads)
+    method = DGL(head=lambda activation, output: unused.pop(0), accumulate=accumulate)
+    expected = oracles.local_losses(
+        network,
+        batches,
+        nn.functional.cross_entropy,
+        OPTIMIZERS[optimizer],
+        heads=list(heads),
+        accumulate=accumulate,
+    )
+    trainer = trained(network, batches, method, OPTIMIZERS[optimizer])
+    for stage, weights in zip(trainer.model.children(), expected, strict=True):
+        for ours, theirs in zip(stage.parameters(), weights, strict=True):
+            torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "K2", "K3"),
+    [
+        (Synchronous(), (0.53389066, 0.53844429), (0.52473905, 0.52797360, 0.52878511)),
+        (StaleWeights(), (0.53433491, 0.53846605), (0.52512059, 0.52781662, 0.52835033)),
+        (FDG(), (0.53433491, 0.53846605), (0.52489744, 0.52781659, 0.52835030)),
+        (PipeDream(), (0.53420420, 0.53845718), (0.52477215, 0.52792407, 0.52854389)),
+        (
+            PipeDream(backward="current"),
+            (0.53420420, 0.53845718),
+            (0.52492861, 0.52792454, 0.52854442),
+        ),
+        (DSP(), (0.53423343, 0.53846608), (0.52496447, 0.52780106, 0.52835031)),
+    ],
+)
+def test_published_vectors(method: Method, K2: tuple[float, ...], K3: tuple[float, ...]) -> None:
+    """A scalar chain of tanh stages, eight batches, then a drain."""
+    for expected in (K2, K3):
+        stages = []
+        for k in range(len(expected)):
+            layer = nn.Linear(1, 1, bias=False).double()
+            nn.init.constant_(layer.weight, 0.5)
+            stages.append(nn.Sequential(layer, *([nn.Tanh()] if k < len(expected) - 1 else [])))
+        x = torch.tensor([1, -0.5, 0.25, 0.75, -1, 0.5, 0.1, -0.2], dtype=torch.float64)
+        batches = [(value.view(1, 1), 0.5 * value.view(1, 1)) for value in x]
+        trainer = trained(
+            stages, batches, method, OPTIMIZERS["sgd"], loss=lambda a, y: 0.5 * ((a - y) ** 2).sum()
+        )
+        for ours, theirs in zip(trainer.state_dict().values(), expected, strict=True):
+            assert abs(float(ours) - theirs) < 1e-8
