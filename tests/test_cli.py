@@ -268,7 +268,7 @@ MISTAKES = [
     ("timeline ddg --width 3", "--width '3': give a whole number from 20"),
     ("timeline ddg --forward fast", "--forward 'fast': give a number, as in --forward 2."),
     ("timeline ddg --hop inf", "--hop 'inf': give a number"),
-    ("timeline ddg --recompute -1", "recompute=-1.0: a cost is at least 0."),
+    ("timeline ddg --recompute -1", "recompute=-1.0: a cost is a number of at least 0."),
     ("timeline ddg --forward 0 --backward 0", "give one of them a cost"),
     ("timeline ddg --backward stash", "which weights it sees is --backward-rule"),
     ("timeline ddg --share 1,x,1,1", "--share '1,x,1,1': give a number per stage"),

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import offbeat
 from helpers import (
     OPTIMIZERS,
     assert_same_bits,
@@ -18,9 +21,6 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from torch import Tensor, nn
-
-import offbeat
 from offbeat.methods import (
     ADL,
     DDG,
@@ -236,7 +236,7 @@ def test_recomputation_replays_dropout() -> None:
 def test_channels_last_survives_a_boundary(method: Method) -> None:
     batches = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in image_batches(5)]
     seen: list[tuple[int, ...]] = []
-    model = cnn().to(memory_format=torch.channels_last)
+    model = cnn().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = trainer_for(model, method, cuts=[3, 5])
     first = trainer._workers[1].stage.module[0]  # type: ignore[index]
     first.register_forward_pre_hook(lambda module, args: seen.append(args[0].stride()))

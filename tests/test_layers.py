@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
         "worker",
         "transport",
         "optimizers",
-    },  # fmt: skip
+    },
     {"cut", "trainer"},
     {"zoo", "report", "cli", "__main__"},
 ]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import oracles
 import pytest
 import torch
-from helpers import OPTIMIZERS, Factory, trained
 from torch import Tensor, nn
 
+import oracles
+from helpers import OPTIMIZERS, Factory, trained
 from offbeat.methods import (
     ADL,
     DDG,
@@ -135,7 +135,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Trains one random network both ways and compares every parameter of every stage."""
     network, inputs, classes = oracles.random_network(seed, stages)
-    batches = oracles.random_batches(seed, 9, 7, inputs, classes, last_rows=5)
+    batches = oracles.random_batches(seed, 12, 7, inputs, classes, last_rows=5)
     loss = nn.functional.cross_entropy
     expected = oracle(network, batches, loss, optimizer, **settings)
     trainer = trained(network, batches, method, optimizer)
@@ -171,8 +171,8 @@ def test_dgl_equals_its_oracle(stages: int, accumulate: int, optimizer: str) -> 
     torch.manual_seed(3)
     widths = [inputs]
     x = batches[0][0]
-    for stage in network:
-        x = stage(x)
+    for module in network:
+        x = module(x)
         widths.append(x.shape[1])
     heads = [nn.Linear(width, classes).double() for width in widths[1:-1]]
     unused = copy.deepcopy(heads)

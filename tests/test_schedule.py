@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import oracles
 import pytest
 
+import oracles
 from offbeat.errors import Deadlock, ScheduleError
 from offbeat.methods import ADL, DSP, METHODS, GPipe, Method, OneFOneB, StaleWeights
 from offbeat.schedule import Schedule

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -24,14 +25,14 @@ class WrittenBuffers:
             places = [(module, name) for module in self._modules for name in module._buffers]
         before = [(module, name, module._buffers[name]) for module, name in places]
         copies = [None if buffer is None else buffer.clone() for _, _, buffer in before]
-        versions = [None if buffer is None else buffer._version for _, _, buffer in before]
         try:
             yield
         finally:
             written = []
-            for (module, name, buffer), copy, version in zip(before, copies, versions, strict=True):
-                now = module._buffers[name]
-                if now is buffer and (now is None or now._version == version):
+            for (module, name, buffer), copy in zip(before, copies, strict=True):
+                # Values, not version counters: BatchNorm writes its statistics without counting.
+                same = module._buffers[name] is buffer
+                if same and (buffer is None or copy is None or torch.equal(buffer, copy)):
                     continue
                 written.append((module, name))
                 module._buffers[name] = buffer

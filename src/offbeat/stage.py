@@ -109,6 +109,11 @@ class Stage:
         """
         read = self.version if version is None else version
         flight = _Flight(version=read, given=given, target=target, share=share)
+        if read != self.version and read not in self._old:
+            raise StageError(
+                f"stage {self.index}: batch {batch} asks for version {read} of the weights; there"
+                f" are {sorted(self._old)} and the newest, {self.version}."
+            )
         with weights_set_to(self._trainable, self._old.get(read)):
             if self._rule == "recompute":
                 with torch.no_grad(), self._buffers.restored():
@@ -188,6 +193,8 @@ class Stage:
             output, loss = self._run(batch, flight, leaves)
         flight.outputs = nest.tensors(output)
         flight.loss = loss
+        if self._rule in ("stash", "current"):
+            self._saved.look_at(flight.outputs)
         return output, loss
 
     def _run(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:

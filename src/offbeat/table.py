@@ -177,7 +177,8 @@ class Table:
         cells: dict[tuple[int, int], str] = {}
         for span in self.walk():
             if span.action.kind != "U":
-                cells[span.action.stage, round(span.start)] = str(span.action)[1:]
+                name = str(span.action).removeprefix(str(span.action.stage))
+                cells[span.action.stage, round(span.start)] = name
         ticks = 1 + max((tick for _, tick in cells), default=0)
         width = 1 + max(
             chain((len(cell) for cell in cells.values()), (len(str(ticks)),), (2,)), default=2

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean
 
 from offbeat.errors import ConfigurationError
@@ -26,8 +27,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("forward", "recompute", "backward", "hop"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: a cost is at least 0.")
+            if not 0 <= getattr(self, name) < inf:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}: a cost is a number of at least 0."
+                )
         if not self.forward + self.backward > 0:
             raise ConfigurationError("forward and backward both cost 0: give one of them a cost.")
         if any(not share > 0 for share in self.share):
@@ -65,16 +68,20 @@ class Timeline:
         shortest = min((s.end - s.start for s in self.spans if s.end > s.start), default=1.0)
         longest_name = max(len(_label(span.action)) for span in self.spans)
         scale = (longest_name + 1) / shortest
+        margin = len(f"stage {self.stages - 1}") + 2
+        columns = max(1, width - margin)
         lines = []
         for stage in range(self.stages):
-            line = [" "] * (round(self.duration * scale) + 1)
+            line = [" "] * columns
             for span in self.spans:
-                if span.action.stage == stage and span.end > span.start:
-                    first, last = round(span.start * scale), round(span.end * scale)
+                # Not round(): halves go to even, and two neighbours would touch.
+                first, last = int(span.start * scale + 0.5), int(span.end * scale + 0.5)
+                if span.action.stage == stage and span.end > span.start and first < columns:
                     fill = "-" if span.action.kind == "F" else "="
-                    line[first:last] = _label(span.action).ljust(last - first - 1, fill) + " "
-            text = "".join(line)
-            lines.append(f"stage {stage}  {text[: max(1, width - 9)].rstrip()}")
+                    last = min(last, columns + 1)
+                    line[first : last - 1] = _label(span.action).ljust(last - first - 1, fill)
+            text = "".join(line)[:columns].rstrip()
+            lines.append(f"stage {stage}".ljust(margin) + text)
         return "\n".join(lines)
 
 
@@ -91,7 +98,8 @@ def timeline(
     schedule = method.schedule(stages)
     cost = _action_cost(schedule, method, costs)
     # The steady state is the slope between two runs that are both longer than the fill.
-    short, more = 4 * (schedule.fill_steps + stages), 4 * stages
+    more = max(4, -(-4 * stages // schedule.micro_batches))
+    short = 2 * schedule.fill_steps + more
     ends = [
         max(span.end for span in schedule.table(count).walk(cost, costs.hop))
         for count in (short, short + more)

@@ -135,13 +135,32 @@ class SavedTensors:
                 stack.enter_context(inspection)
             yield
         if inspection is not None and inspection.foreign_hooks:
-            raise StageError(
-                f"stage {self._stage}: its modules set saved-tensor hooks of their own (activation"
-                f" checkpointing does), so rule {self._rule!r} cannot say which weights the"
-                " backward sees. Remove the checkpointing, or use backward='recompute', which"
-                " recomputes the whole stage from its input."
+            self._refuse_checkpoint("set saved-tensor hooks of their own")
+
+    def look_at(self, outputs: Iterable[Tensor]) -> None:
+        """Ends the inspection of a stage's first graph."""
+        if self._inspected:
+            return
+        nodes = {output.grad_fn for output in outputs}
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node.name() == "CheckpointFunctionBackward":
+                self._refuse_checkpoint("use reentrant checkpoints")
+            found = (
+                {after for after, _ in node.next_functions} - seen if node is not None else set()
             )
+            nodes |= found
+            seen |= found
         self._inspected = True
+
+    def _refuse_checkpoint(self, what: str) -> None:
+        raise StageError(
+            f"stage {self._stage}: its modules {what} (activation checkpointing), so rule"
+            f" {self._rule!r} cannot say which weights the backward sees. Remove the"
+            " checkpointing, or use backward='recompute', which recomputes the whole stage from"
+            " its input."
+        )
 
     def _refuse_derived(self, operation: str | None, tensor: Tensor) -> None:
         if operation is not None:
