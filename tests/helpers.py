@@ -122,7 +122,7 @@ def trainer_for(
 ) -> offbeat.Trainer:
     """A trainer over a copy, so that a test can use its model twice."""
     return offbeat.Trainer(
-        copy.deepcopy(model),  # type: ignore[arg-type]
+        copy.deepcopy(model),
         loss=settings.pop("loss", nn.functional.cross_entropy),
         optimizer=optimizer,
         method=method,

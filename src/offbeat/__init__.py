@@ -62,7 +62,9 @@ if TYPE_CHECKING:
 __all__ = sorted([*_HOME, "__version__"])
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
-    return getattr(import_module(f"offbeat.{_HOME[name]}"), name)
+if not TYPE_CHECKING:  # a type checker reads the imports above, and so still finds misspelt names
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+        return getattr(import_module(f"offbeat.{_HOME[name]}"), name)
