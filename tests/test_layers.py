@@ -27,8 +27,9 @@ LAYERS: list[set[str]] = [
         "worker",
         "transport",
         "optimizers",
+        "faults",
     },
-    {"cut", "trainer"},
+    {"cut", "trainer", "checks", "evaluation", "processes"},
     {"zoo", "report", "cli", "__main__"},
 ]
 TORCH_FREE = LAYERS[0]
@@ -89,6 +90,7 @@ def test_exported_names() -> None:
         "DSP",
         "Evaluation",
         "FDG",
+        "Faults",
         "FeaturesReplay",
         "GPipe",
         "Ledger",
@@ -103,6 +105,7 @@ def test_exported_names() -> None:
         "Table",
         "Trainer",
         "__version__",
+        "launch",
         "seed_for",
     ]
     for name in offbeat.__all__:

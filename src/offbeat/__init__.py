@@ -11,8 +11,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Trainer": "trainer",
-    "Evaluation": "trainer",
+    "Evaluation": "evaluation",
     "Ledger": "ledger",
+    "Faults": "faults",
+    "launch": "processes",
     "Schedule": "schedule",
     "Table": "table",
     "seed_for": "rng",
@@ -39,6 +41,8 @@ _HOME = {
 
 if TYPE_CHECKING:
     from offbeat.errors import OffbeatError as OffbeatError
+    from offbeat.evaluation import Evaluation as Evaluation
+    from offbeat.faults import Faults as Faults
     from offbeat.ledger import Ledger as Ledger
     from offbeat.methods import ADL as ADL
     from offbeat.methods import DDG as DDG
@@ -53,10 +57,10 @@ if TYPE_CHECKING:
     from offbeat.methods import PipeDream2BW as PipeDream2BW
     from offbeat.methods import StaleWeights as StaleWeights
     from offbeat.methods import Synchronous as Synchronous
+    from offbeat.processes import launch as launch
     from offbeat.rng import seed_for as seed_for
     from offbeat.schedule import Schedule as Schedule
     from offbeat.table import Table as Table
-    from offbeat.trainer import Evaluation as Evaluation
     from offbeat.trainer import Trainer as Trainer
 
 __all__ = sorted([*_HOME, "__version__"])

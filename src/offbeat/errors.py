@@ -6,7 +6,8 @@
     ├── ScheduleError        a table of actions breaks a rule  (also a ValueError)
     │   └── Deadlock         workers wait for each other in a circle
     ├── StageError           a stage did something its rule cannot support  (also a RuntimeError)
-    └── StoppedError         an earlier error ended this run  (also a RuntimeError)
+    ├── StoppedError         an earlier error ended this run  (also a RuntimeError)
+    └── WorkerLost           another process failed or went silent  (also a RuntimeError)
 
 Every message names the value, the rule and the next step.
 """
@@ -41,6 +42,10 @@ class StageError(OffbeatError, RuntimeError):
 
 class StoppedError(OffbeatError, RuntimeError):
     """An earlier error left stages at different batches, so the run cannot go on."""
+
+
+class WorkerLost(OffbeatError, RuntimeError):
+    """Another process of this run failed, died or sent nothing for too long."""
 
 
 def unknown(what: str, value: object, known: Iterable[str]) -> ConfigurationError:

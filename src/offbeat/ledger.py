@@ -1,8 +1,10 @@
 """What happened: one entry per action, written once, read by plots, reports and checks."""
 
+from __future__ import annotations
+
 from array import array
-from collections.abc import Iterator
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 from offbeat.errors import ScheduleError
 from offbeat.table import Kind
@@ -54,6 +56,46 @@ class Ledger:
         self._starts.append(start_s)
         self._ends.append(end_s)
         self._losses.append(_NO_LOSS if loss is None else loss)
+
+    @property
+    def _columns(self) -> list[array[Any]]:
+        return [
+            self._kinds,
+            self._stages,
+            self._batches,
+            self._versions,
+            self._starts,
+            self._ends,
+            self._losses,
+        ]
+
+    def to_bytes(self) -> bytes:
+        """All entries, column by column, for a process that can trust the sender's numbers."""
+        return b"".join(column.tobytes() for column in self._columns)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Ledger:
+        ledger = cls()
+        count = len(data) // sum(column.itemsize for column in ledger._columns)
+        place = 0
+        for column in ledger._columns:
+            size = count * column.itemsize
+            column.frombytes(data[place : place + size])
+            place += size
+        return ledger
+
+    @classmethod
+    def merged(cls, ledgers: Iterable[Ledger], shifts_s: Iterable[float]) -> Ledger:
+        """One ledger of several, each clock shifted, in the order in which actions ended."""
+        entries = [
+            entry._replace(start_s=entry.start_s + shift, end_s=entry.end_s + shift)
+            for ledger, shift in zip(ledgers, shifts_s, strict=True)
+            for entry in ledger
+        ]
+        merged = cls()
+        for entry in sorted(entries, key=lambda entry: entry.end_s):
+            merged.record(*entry)
+        return merged
 
     def __len__(self) -> int:
         return len(self._kinds)

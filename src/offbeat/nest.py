@@ -34,3 +34,15 @@ def split(nest: Nest, parts: int) -> list[Nest]:
         return [nest]
     pieces = {id(tensor): tensor.tensor_split(parts) for tensor in tensors(nest)}
     return [replace(nest, lambda t, i=i: pieces[id(t)][i]) for i in range(parts)]  # type: ignore[misc]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory without holes, in whatever order."""
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]
+    ):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -14,7 +14,7 @@ from offbeat.buffers import WrittenBuffers
 from offbeat.errors import StageError
 from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
-from offbeat.nest import Nest
+from offbeat.nest import Nest, is_dense
 from offbeat.rng import seed_for, seeded
 from offbeat.versions import Graph, SavedTensors, move_to_fresh_storage, weights_set_to
 
@@ -28,7 +28,7 @@ class _Flight:
     version: int
     given: Nest
     target: Nest
-    share: float
+    scale: float
     graph: Graph = field(default_factory=Graph)
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -100,15 +100,15 @@ class Stage:
         given: Nest,
         target: Nest = None,
         *,
-        share: float = 1.0,
+        scale: float = 1.0,
         version: int | None = None,
     ) -> tuple[Nest, Tensor | None]:
         """Runs the stage on one micro-batch; returns what travels on, and the loss if there is one.
 
-        ``share`` scales the loss's gradient; ``version`` asks for older weights than the newest.
+        ``scale`` multiplies the loss's gradient; ``version`` asks for older weights.
         """
         read = self.version if version is None else version
-        flight = _Flight(version=read, given=given, target=target, share=share)
+        flight = _Flight(version=read, given=given, target=target, scale=scale)
         if read != self.version and read not in self._old:
             raise StageError(
                 f"stage {self.index}: batch {batch} asks for version {read} of the weights; there"
@@ -139,8 +139,8 @@ class Stage:
         self.prepare(batch)
         flight = self._flights[batch]
         if flight.loss is not None:
-            scale = None if flight.share == 1.0 else flight.loss.new_tensor(flight.share)
-            torch.autograd.backward([flight.loss], [scale])
+            start = None if flight.scale == 1.0 else flight.loss.new_tensor(flight.scale)
+            torch.autograd.backward([flight.loss], [start])
         else:
             pairs = [
                 (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
@@ -162,6 +162,11 @@ class Stage:
         for scheduler in self.schedulers:
             scheduler.step()
         self.version += 1
+
+    def predict(self, given: Nest) -> Nest:
+        """Runs the module alone, as it is: for evaluation."""
+        with torch.no_grad(), self._precision():
+            return nest.replace(self.module(given), _without_holes)
 
     # ---------------------------------------------------------------- clipping
 
@@ -199,11 +204,7 @@ class Stage:
 
     def _run(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:
         seed = seed_for(self._seed, stage=self.index, micro_batch=batch)
-        precision: AbstractContextManager[object] = nullcontext()
-        if self._autocast is not None:
-            # The cache would keep the weights' casts across an update inside one context.
-            precision = torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False)
-        with seeded(seed, self._device), precision:
+        with seeded(seed, self._device), self._precision():
             output = self._call(given)
             if not nest.tensors(output):
                 raise StageError(
@@ -213,6 +214,12 @@ class Stage:
                 )
             loss = self._compute_loss(output, flight.target)
         return output, loss
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._autocast is None:
+            return nullcontext()
+        # The cache would keep the weights' casts across an update inside one context.
+        return torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False)
 
     def _call(self, given: Nest) -> Nest:
         """Calls the module so that a layer that writes in place spoils nobody's tensor.
@@ -258,7 +265,7 @@ class Stage:
             wanted = tensor.requires_grad or (
                 self._rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
             )
-            return tensor.detach().requires_grad_(needed and wanted)
+            return _without_holes(tensor.detach()).requires_grad_(needed and wanted)
 
         return nest.replace(output, outgoing)
 
@@ -303,6 +310,11 @@ class Stage:
             weight_bytes=storages.weight_bytes,
             in_flight_bytes=storages.other_bytes,
         )
+
+
+def _without_holes(tensor: Tensor) -> Tensor:
+    """The tensor in the layout in which it would arrive in another process."""
+    return tensor if is_dense(tensor) else tensor.contiguous()
 
 
 def _describe(module: nn.Module) -> str:

@@ -1,45 +1,33 @@
 """The trainer: the one object a user drives."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from offbeat import nest
+from offbeat import checks, nest
 from offbeat.cut import Model, outputs_of, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError
+from offbeat.evaluation import Evaluation, Score
+from offbeat.faults import Faults
 from offbeat.heads import default_head
 from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
-from offbeat.methods import DGL, Method, Synchronous, method_named
+from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, attach_optimizers
+from offbeat.processes import Processes, processes_launched
 from offbeat.rng import seed_for, seeded
 from offbeat.schedule import Schedule
 from offbeat.stage import Loss, Stage
-from offbeat.transport import Key
+from offbeat.transport import Key, Transport
 from offbeat.transport.memory import Memory
-from offbeat.worker import Choose, Target, Worker, run_together, updates_last
+from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Means over all rows; ``accuracy`` where the targets are class numbers."""
-
-    loss: float
-    accuracy: float | None
-    rows: int
-
-
-@dataclass(frozen=True)
-class _Fed:
-    """A batch whose loss has not been handed out yet."""
-
-    first_micro_batch: int
-    shares: tuple[float, ...]
+Engine = Literal["serial", "processes"]
 
 
 class Trainer:
@@ -73,6 +61,14 @@ class Trainer:
                    otherwise.
     ``seed``       key of all dropout; by default ``torch.initial_seed()``.
     ``autocast``   ``torch.bfloat16`` to run every forward in mixed precision.
+    ``engine``     "serial": all stages in this process; "processes": one stage in each process that
+                   torchrun started; by default whichever the script was started for.
+    ``timeout``    seconds a process waits for one message before the run ends with a report.
+    ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
+
+    With one stage per process every process runs the same script. ``step``, ``flush``,
+    ``evaluate``, ``state_dict``, ``load_state_dict``, ``ledger`` and ``memory`` are called by
+    all of them, and all get the same answer.
     """
 
     def __init__(
@@ -89,27 +85,38 @@ class Trainer:
         clip: float | None = None,
         seed: int | None = None,
         autocast: torch.dtype | None = None,
+        engine: Engine | None = None,
+        timeout: float = 300.0,
+        faults: Faults | None = None,
     ) -> None:
-        self._phases = deque(_method(method).phases())
+        method = checks.checked_method(method)
+        self._phases = deque(method.phases())
         self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
-        self._device = _device_of(self._cut.model)
-        self._loss = _checked_loss(loss)
+        self._device = checks.device_of(self._cut.model)
+        self._loss = checks.checked_loss(loss)
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._clip = _checked_clip(clip)
-        self._seed = torch.initial_seed() if seed is None else seed
-        self._autocast = _checked_autocast(autocast)
+        self._clip = checks.checked_clip(clip)
+        self._autocast = checks.checked_autocast(autocast)
+        self._faults = faults
         self._interleaving: Choose = updates_last
-        self._transport = Memory()
         self._workers: list[Worker] = []
-        self._awaited: deque[_Fed] = deque()
+        self._awaited: deque[range] = deque()
         self._next_batch = 0
+        self._step = 0
         self._step_in_fill = 0
         self._steps_in_phase = 0
+        self._evaluations = 0
         self._stopped: str | None = None
-        self.ledger = Ledger()
-        """Every action with its weight version, start, end and loss."""
+        self._ledger = Ledger()
+        self._seed = torch.initial_seed() if seed is None else int(seed)
+        self._processes: Processes | None = None
+        self._transport: Transport = Memory()
+        if checks.chosen_engine(engine, processes_launched()) == "processes":
+            self._processes = Processes(self._cut.stages, self._device, timeout)
+            self._seed = self._processes.agree_on_setup(self._cut.model, method, seed)
+            self._transport = self._processes.transport
         if self._cut.places is not None and not self._needs_heads:
             self._build(None)
 
@@ -117,7 +124,7 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The unsplit model, holding the newest weights of every stage."""
+        """The unsplit model, holding the newest weights of the stages of this process."""
         return self._cut.model
 
     @property
@@ -130,6 +137,11 @@ class Trainer:
         return self._cut.stages
 
     @property
+    def rank(self) -> int:
+        """Which process this is; 0 when there is one."""
+        return 0 if self._processes is None else self._processes.rank
+
+    @property
     def cuts(self) -> tuple[int, ...] | None:
         """The children at which stages begin; None until the first batch decides it."""
         return self._cut.places
@@ -140,12 +152,18 @@ class Trainer:
         return self.method.lags(self.stages)
 
     @property
-    def _schedule(self) -> Schedule:
-        return self._schedules[len(self._schedules) - len(self._phases)]
+    def ledger(self) -> Ledger:
+        """Every action of every stage with its weight version, start, end and loss."""
+        return self._ledger if self._processes is None else self._processes.merge(self._ledger)
 
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage holds now: weight copies, graphs, bytes."""
-        return tuple(worker.stage.memory() for worker in self._workers)
+        own = [worker.stage.memory() for worker in self._workers]
+        return tuple(own if self._processes is None else self._processes.gather_memory(own))
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self._schedules[len(self._schedules) - len(self._phases)]
 
     # ---------------------------------------------------------------- training
 
@@ -157,19 +175,21 @@ class Trainer:
         self._refuse_if_stopped()
         self._enter_next_phase()
         self._check_batch(x, y)
-        if not self._workers:
-            self._build(x)
         with self._stopping_on_error(), torch.enable_grad():
+            if not self._workers:
+                self._build(x if self._processes is None else self._processes.share_first(x))
             if self._step_in_fill == 0:
                 self._begin_fill()
             self._feed(x, y)
             for worker in self._workers:
+                worker.step = self._step
                 worker.pending += self._schedule.row(worker.stage.index, self._step_in_fill)
-            run_together(self._workers, self._interleaving)
-        self._step_in_fill += 1
-        self._steps_in_phase += 1
-        late = len(self._awaited) - self._schedule.loss_delay
-        return self._take_loss() if late > 0 else None
+            self._run()
+            self._step += 1
+            self._step_in_fill += 1
+            self._steps_in_phase += 1
+            late = len(self._awaited) - self._schedule.loss_delay
+            return self._take_loss() if late > 0 else None
 
     def flush(self) -> list[Tensor]:
         """Drains the pipe: every started batch is applied. Returns the losses still owed."""
@@ -177,9 +197,28 @@ class Trainer:
         with self._stopping_on_error(), torch.enable_grad():
             for worker in self._workers:
                 worker.pending += self._schedule.drain(worker.stage.index, self._step_in_fill)
+            self._run()
+            self._step_in_fill = 0
+            return [self._take_loss() for _ in range(len(self._awaited))]
+
+    def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
+        """The loader's batches where this process needs them, ``(None, None)`` where it does not.
+
+        With one stage per process only the first and the last need data; the others do not even
+        read it. All processes must have as many batches, which is checked before the first.
+        """
+        if self._processes is None:
+            yield from loader
+        else:
+            local = any(schedule.local_losses for schedule in self._schedules)
+            yield from self._processes.batches(loader, all_need_targets=local)
+
+    def _run(self) -> None:
+        if self._processes is None:
             run_together(self._workers, self._interleaving)
-        self._step_in_fill = 0
-        return [self._take_loss() for _ in range(len(self._awaited))]
+        else:
+            for worker in self._workers:
+                run_alone(worker)
 
     def _enter_next_phase(self) -> None:
         updates = self._phases[0][1]
@@ -202,31 +241,42 @@ class Trainer:
             worker.begin(schedule, self._next_batch)
 
     def _feed(self, x: Nest, y: Nest) -> None:
+        """Hands a batch, in micro-batches, to the stages of this process that need it."""
         parts = self._schedule.micro_batches
-        inputs, targets = nest.split(x, parts), nest.split(y, parts)
-        rows = [_rows(part) for part in inputs]
-        shares = tuple(1.0 if parts == 1 else count / sum(rows) for count in rows)
-        with_loss = range(self.stages) if self._schedule.local_losses else [self.stages - 1]
-        for place, (given, wanted) in enumerate(zip(inputs, targets, strict=True)):
-            batch = self._next_batch + place
-            share = 1.0 if self.method.sums_gradients else shares[place]
-            self._transport.send(Key("activation", 0, batch), given)
-            for stage in with_loss:
-                self._transport.send(Key("target", stage, batch), Target(wanted, share))
-        self._awaited.append(_Fed(self._next_batch, shares))
+        numbers = range(self._next_batch, self._next_batch + parts)
+        checksum = None if self._processes is None or y is None else checks.checksum_of(y)
+        for worker in self._workers:
+            index = worker.stage.index
+            if index == 0:
+                for number, part in zip(numbers, nest.split(x, parts), strict=True):
+                    self._transport.send(Key("activation", 0, number), (part, checksum))
+            if index == self.stages - 1 or self._schedule.local_losses:
+                for number, target in zip(numbers, self._targets(y, checksum), strict=True):
+                    self._transport.send(Key("target", index, number), target)
+        self._awaited.append(numbers)
         self._next_batch += parts
 
-    def _take_loss(self) -> Tensor:
-        fed = self._awaited.popleft()
-        losses: list[Tensor] = [
-            self._transport.receive(Key("loss", 0, fed.first_micro_batch + place))
-            for place in range(len(fed.shares))
+    def _targets(self, y: Nest, checksum: int | None) -> list[Target]:
+        parts = self._schedule.micro_batches
+        if parts == 1:
+            return [Target(y, checksum=checksum)]
+        pieces = nest.split(y, parts)
+        rows = [checks.rows_of(piece) for piece in pieces]
+        shares = [count / sum(rows) for count in rows]
+        return [
+            Target(piece, 1.0 if self.method.sums_gradients else share, share, checksum)
+            for piece, share in zip(pieces, shares, strict=True)
         ]
-        if len(losses) == 1:
-            return losses[0]
-        return torch.stack(
-            [loss * share for loss, share in zip(losses, fed.shares, strict=True)]
-        ).sum()
+
+    def _take_loss(self) -> Tensor:
+        """The oldest loss not handed out yet; every stage is told, and all are told the same."""
+        numbers = self._awaited.popleft()
+        last = self.stages - 1
+        terms: list[Tensor] = []
+        for worker in self._workers:
+            index = worker.stage.index
+            terms = [self._transport.receive(Key("loss", index, n, last)) for n in numbers]
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
     # ---------------------------------------------------------------- looking and saving
 
@@ -235,35 +285,28 @@ class Trainer:
 
         Training goes on afterwards as if nothing had happened.
         """
-        modes = {module: module.training for module in self.model.modules()}
-        total, right, rows, classes = 0.0, 0, 0, True
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for x, y in loader:
-                    output = self._predict(x)
-                    count = _rows(x)
-                    total += float(self._loss(output, y)) * count
-                    rows += count
-                    hits = _hits(output, y)
-                    classes = classes and hits is not None
-                    right += hits or 0
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        if rows == 0:
-            raise BatchError("evaluate() got an empty loader: give at least one (x, y).")
-        return Evaluation(loss=total / rows, accuracy=right / rows if classes else None, rows=rows)
-
-    def _predict(self, x: Nest) -> Nest:
-        self._check_devices(x, None)
-        if self._autocast is None:
-            return self.model(x)
-        with torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False):
-            return self.model(x)
+        self._refuse_if_stopped()
+        score = Score(self._loss)
+        with self._stopping_on_error(), _evaluation_mode(self.model), torch.no_grad():
+            for number, (x, y) in enumerate(loader):
+                checks.check_devices([x, y], self._device)
+                output = None
+                for worker in self._workers:
+                    output = worker.predict(number, x)
+                if not self._workers:  # nothing is cut before the first batch has been weighed
+                    output = self.model(x)
+                if output is not None:
+                    score.add(output, y)
+            if self._processes is None or not self._workers:
+                return score.result()
+            self._evaluations += 1
+            return self._processes.share_result(score, self._evaluations)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the newest weights and buffers under the names of the unsplit model."""
+        if self._processes is not None and self._workers:
+            for stage, module in enumerate(self._cut.modules()):
+                self._processes.share_tensors(module.state_dict().values(), stage)
         state = self.model.state_dict()
         for name, value in state.items():
             if isinstance(value, Tensor):
@@ -294,11 +337,13 @@ class Trainer:
         return self.stages > 1 and any(isinstance(phase, DGL) for phase, _ in self._phases)
 
     def _build(self, batch: Nest) -> None:
-        """Makes stages and workers; some need the first batch to know how."""
+        """Makes the stages of this process; some need the first batch to know how."""
         self._cut = self._cut.weighed(batch)
         modules = self._cut.modules()
         heads = self._make_heads(modules, batch)
         for index, (module, head) in enumerate(zip(modules, heads, strict=True)):
+            if self._processes is not None and index != self._processes.rank:
+                continue
             has_loss = head is not None or index == len(modules) - 1
             stage = Stage(
                 index,
@@ -311,7 +356,14 @@ class Trainer:
             )
             attach_optimizers(stage, self._optimizer, self._scheduler)
             self._workers.append(
-                Worker(stage, self.stages, self._transport, self.ledger, self._clip)
+                Worker(
+                    stage,
+                    self.stages,
+                    self._transport,
+                    self._ledger,
+                    clip=self._clip,
+                    faults=self._faults,
+                )
             )
 
     def _make_heads(self, modules: Sequence[nn.Module], batch: Nest) -> list[nn.Module | None]:
@@ -335,37 +387,12 @@ class Trainer:
     # ---------------------------------------------------------------- refusing
 
     def _check_batch(self, x: Nest, y: Nest) -> None:
-        self._check_devices(x, y)
-        if torch.is_autocast_enabled(self._device.type):
-            raise BatchError(
-                "step() was called inside torch.autocast, whose weight cache would outlive an"
-                " update. Leave the context and give Trainer(autocast=torch.bfloat16)."
-            )
-        parts = self._schedule.micro_batches
-        rows = _rows(x)
-        if rows < parts:
-            raise BatchError(
-                f"a batch of {rows} rows cannot make {parts} micro-batches for {self.method}: give"
-                f" at least {parts} rows, or lower accumulate or micro_batches. The batch was not"
-                " started."
-            )
-        if parts > 1:
-            uneven = {t.size(0) if t.dim() else 0 for t in nest.tensors([x, y])} - {rows}
-            if uneven:
-                raise BatchError(
-                    f"x has {rows} rows and another tensor of the batch {min(uneven)}: to split"
-                    " a batch into micro-batches all tensors of x and y need the same first size."
-                )
-
-    def _check_devices(self, x: Nest, y: Nest) -> None:
-        if not nest.tensors(x):
+        if self.rank == 0 and not nest.tensors(x):
             raise BatchError(f"x is a {type(x).__name__} without a tensor in it: give tensors.")
-        for tensor in nest.tensors([x, y]):
-            if tensor.device != self._device:
-                raise BatchError(
-                    f"the batch is on {tensor.device}, the model on {self._device}: move one of"
-                    f" them, for example x.to({str(self._device)!r})."
-                )
+        checks.check_devices([x, y], self._device)
+        checks.check_outside_autocast(self._device)
+        if nest.tensors([x, y]):
+            checks.check_rows([x, y], self._schedule.micro_batches, self.method)
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped is not None:
@@ -375,82 +402,24 @@ class Trainer:
                 " to go on from there, or build a new Trainer."
             )
 
-    def _stopping_on_error(self) -> "_StopOnError":
-        return _StopOnError(self)
+    @contextmanager
+    def _stopping_on_error(self) -> Iterator[None]:
+        """Remembers that anything, Ctrl-C included, ended a step half-way; tells the others."""
+        try:
+            yield
+        except BaseException as error:
+            self._stopped = f"{type(error).__name__}: {error}".splitlines()[0]
+            if self._processes is not None:
+                self._processes.report(error)
+            raise
 
 
-class _StopOnError:
-    """Marks the trainer as stopped when anything, Ctrl-C included, ends a step half-way."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None:
-            self._trainer._stopped = (
-                f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
-
-
-def _method(method: Method | str) -> Method:
-    if isinstance(method, str):
-        return method_named(method)
-    if not isinstance(method, Method):
-        raise ConfigurationError(
-            f"method={method!r}: give an object such as StaleWeights(), or its name as a string."
-        )
-    return method
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    places = {t.device for t in [*model.parameters(), *model.buffers()]}
-    if len(places) > 1:
-        raise ConfigurationError(
-            f"the model lies on {', '.join(sorted(map(str, places)))}: in one process all stages"
-            " share one device. Move it with model.to(...)."
-        )
-    return places.pop() if places else torch.device("cpu")
-
-
-def _checked_loss(loss: Loss) -> Loss:
-    if not callable(loss):
-        raise ConfigurationError(f"loss={loss!r}: give a function loss(output, target).")
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        raise ConfigurationError(
-            "the loss has parameters of its own, which no stage would train: put them into the last"
-            " stage."
-        )
-    return loss
-
-
-def _checked_clip(clip: float | None) -> float | None:
-    if clip is not None and not clip > 0:
-        raise ConfigurationError(f"clip={clip!r}: give a positive norm, or None for no clipping.")
-    return clip
-
-
-def _checked_autocast(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype not in (None, torch.bfloat16):
-        raise ConfigurationError(
-            f"autocast={dtype}: only torch.bfloat16 is supported; float16 needs loss scaling, which"
-            " no stale pipeline can share."
-        )
-    return dtype
-
-
-def _rows(batch: Nest) -> int:
-    first = nest.tensors(batch)[0]
-    return first.size(0) if first.dim() else 1
-
-
-def _hits(output: Nest, target: Nest) -> int | None:
-    """Rows whose largest output is at the target, if the target is a class number per row."""
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
-        return None
-    whole = not target.is_floating_point() and not target.is_complex()
-    if not whole or output.dim() != 2 or target.dim() != 1 or len(output) != len(target):
-        return None
-    return int((output.argmax(1) == target).sum())
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

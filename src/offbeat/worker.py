@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from offbeat.errors import Deadlock
+from offbeat.errors import BatchError, Deadlock
+from offbeat.faults import Faults
 from offbeat.ledger import Ledger
 from offbeat.nest import Nest
 from offbeat.schedule import Schedule
@@ -21,8 +22,12 @@ class Target(NamedTuple):
     """What a stage with a loss needs beside the activation."""
 
     values: Nest
-    share: float
-    """Factor on the loss's gradient: this micro-batch's share of its batch."""
+    scale: float = 1.0
+    """Factor on the loss's gradient."""
+    share: float = 1.0
+    """This micro-batch's share of its batch's rows: its weight in the reported loss."""
+    checksum: int | None = None
+    """Of the batch's targets, to compare with what stage 0 was fed."""
 
 
 class Worker:
@@ -34,15 +39,20 @@ class Worker:
         stages: int,
         transport: Transport,
         ledger: Ledger,
+        *,
         clip: float | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.stage = stage
         self.pending: deque[Action] = deque()
+        self.step = 0
+        """The trainer's step that the pending actions belong to."""
         self._index = stage.index
         self._stages = stages
         self._transport = transport
         self._ledger = ledger
         self._clip = clip
+        self._faults = faults or Faults()
 
     def begin(self, schedule: Schedule, first_batch: int) -> None:
         """Starts a fill: the schedule's numbers count from here."""
@@ -52,8 +62,12 @@ class Worker:
         self._clips_globally = schedule.synchronous
 
     @property
-    def _is_last(self) -> bool:
+    def is_last(self) -> bool:
         return self._index == self._stages - 1
+
+    @property
+    def _has_loss(self) -> bool:
+        return self.is_last or self._local_losses
 
     def needs(self, action: Action) -> list[Key]:
         """The messages an action waits for."""
@@ -65,16 +79,14 @@ class Worker:
             return [] if self._has_loss else [Key("gradient", k, batch)]
         return self._norm_keys(action)
 
-    @property
-    def _has_loss(self) -> bool:
-        return self._is_last or self._local_losses
-
     def _norm_keys(self, update: Action) -> list[Key]:
         if self._clip is None or not self._clips_globally:
             return []
-        others = (k for k in range(self._stages) if k != self._index)
         number = self._first_update + update.batch
-        return [Key("norms", self._index, number, source=other) for other in others]
+        return [Key("norms", self._index, number, source=other) for other in self._others()]
+
+    def _others(self) -> list[int]:
+        return [k for k in range(self._stages) if k != self._index]
 
     def ready(self) -> bool:
         """Whether the next action, if there is one, has all its messages."""
@@ -85,6 +97,8 @@ class Worker:
         action = self.pending.popleft()
         carry_out = {"F": self._forward, "B": self._backward, "U": self._update}[action.kind]
         try:
+            first = self._first_update if action.kind == "U" else self._first_batch
+            self._faults.before(Action(self._index, action.kind, first + action.batch))
             carry_out(action)
         except Exception as error:
             error.add_note(f"offbeat: this happened at {action} (stage, action, batch).")
@@ -92,19 +106,25 @@ class Worker:
 
     def _forward(self, action: Action) -> None:
         received = [self._transport.receive(key) for key in self.needs(action)]
-        target = received[1] if self._has_loss else Target(None, 1.0)
+        given, checksum = received[0]
+        target = received[1] if self._has_loss else Target(None)
+        if self.is_last:
+            _compare_checksums(checksum, target.checksum)
         start = perf_counter()
         batch = self._first_batch + action.batch
         version = None if action.version is None else self._first_update + action.version
-        output, loss = self.stage.forward(
-            batch, received[0], target.values, share=target.share, version=version
-        )
-        end = perf_counter()
-        if not self._is_last:
-            self._transport.send(Key("activation", self._index + 1, batch), output)
-        elif loss is not None:
-            self._transport.send(Key("loss", 0, batch), loss)
         read = self.stage.version if version is None else version
+        output, loss = self.stage.forward(
+            batch, given, target.values, scale=target.scale, version=version
+        )
+        self._faults.after(self._index, self.step, perf_counter() - start)
+        end = perf_counter()
+        if not self.is_last:
+            self._transport.send(Key("activation", self._index + 1, batch), (output, checksum))
+        elif loss is not None:
+            term = loss if target.share == 1.0 else loss * target.share
+            for stage in range(self._stages):
+                self._transport.send(Key("loss", stage, batch, self._index), term)
         number = None if loss is None else float(loss)
         self._ledger.record("F", self._index, batch, read, start, end, number)
 
@@ -112,16 +132,17 @@ class Worker:
         batch = self._first_batch + action.batch
         start = perf_counter()
         self.stage.prepare(batch)
-        worked = perf_counter() - start
+        prepared = perf_counter() - start
         received = [self._transport.receive(key) for key in self.needs(action)]
-        start = perf_counter() - worked
+        start = perf_counter()
         gradients: list[Tensor | None] = self.stage.backward(batch, received[0] if received else [])
+        self._faults.after(self._index, self.step, prepared + perf_counter() - start)
         end = perf_counter()
         if self._index > 0 and not self._local_losses:
             self._transport.send(Key("gradient", self._index - 1, batch), gradients)
         if self.pending and self.pending[0].kind == "U":
             self._send_norms(self.pending[0])
-        self._ledger.record("B", self._index, batch, self.stage.version, start, end)
+        self._ledger.record("B", self._index, batch, self.stage.version, start - prepared, end)
 
     def _send_norms(self, update: Action) -> None:
         keys = self._norm_keys(update)
@@ -139,6 +160,27 @@ class Worker:
         self.stage.update()
         number = self._first_update + action.batch
         self._ledger.record("U", self._index, number, self.stage.version, start, perf_counter())
+
+    def predict(self, number: int, x: Nest) -> Nest:
+        """Runs the stage in evaluation; returns the output at the last one, None elsewhere."""
+        given = x
+        if self._index > 0:
+            given = self._transport.receive(Key("evaluation", self._index, number))
+        output = self.stage.predict(given)
+        if self.is_last:
+            return output
+        self._transport.send(Key("evaluation", self._index + 1, number), output)
+        return None
+
+
+def _compare_checksums(of_inputs: int | None, of_targets: int | None) -> None:
+    if of_inputs is not None and of_targets is not None and of_inputs != of_targets:
+        raise BatchError(
+            f"the first and the last stage were fed different batches (checksums of the targets"
+            f" {of_inputs:08x} and {of_targets:08x}), so labels would be wrong. Give every process"
+            " the same loader in the same order: seed its shuffling alike, for example with"
+            " DataLoader(..., generator=torch.Generator().manual_seed(0))."
+        )
 
 
 Choose = Callable[[Sequence[Worker]], Worker]
@@ -167,3 +209,9 @@ def run_together(workers: Iterable[Worker], choose: Choose = updates_last) -> No
             for worker in stuck
         ]
         raise Deadlock("nobody can go on:\n  " + "\n  ".join(lines))
+
+
+def run_alone(worker: Worker) -> None:
+    """Runs the one worker of a process; the others run theirs, and messages keep them in step."""
+    while worker.pending:
+        worker.advance()

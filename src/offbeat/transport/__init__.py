@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NamedTuple, Protocol
 
-What = Literal["activation", "gradient", "target", "norms", "loss"]
+What = Literal["activation", "gradient", "target", "norms", "loss", "evaluation", "result", "batch"]
 
 
 class Key(NamedTuple):
@@ -28,3 +28,6 @@ class Transport(Protocol):
 
     def receive(self, key: Key) -> Any:
         """Takes the message out, waiting for it if need be."""
+
+    def clear(self) -> None:
+        """Forgets messages that nobody will take."""

@@ -1,0 +1,119 @@
+"""What a trainer refuses, and in which words."""
+
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from offbeat import nest
+from offbeat.errors import BatchError, ConfigurationError, unknown
+from offbeat.methods import Method, method_named
+from offbeat.nest import Nest
+from offbeat.stage import Loss
+
+
+def checked_method(method: Method | str) -> Method:
+    if isinstance(method, str):
+        return method_named(method)
+    if not isinstance(method, Method):
+        raise ConfigurationError(
+            f"method={method!r}: give an object such as StaleWeights(), or its name as a string."
+        )
+    return method
+
+
+def checked_loss(loss: Loss) -> Loss:
+    if not callable(loss):
+        raise ConfigurationError(f"loss={loss!r}: give a function loss(output, target).")
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise ConfigurationError(
+            "the loss has parameters of its own, which no stage would train: put them into the last"
+            " stage."
+        )
+    return loss
+
+
+def checked_clip(clip: float | None) -> float | None:
+    if clip is not None and not clip > 0:
+        raise ConfigurationError(f"clip={clip!r}: give a positive norm, or None for no clipping.")
+    return clip
+
+
+def checked_autocast(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype not in (None, torch.bfloat16):
+        raise ConfigurationError(
+            f"autocast={dtype}: only torch.bfloat16 is supported; float16 needs loss scaling, which"
+            " no stale pipeline can share."
+        )
+    return dtype
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model."""
+    places = {t.device for t in [*model.parameters(), *model.buffers()]}
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"the model lies on {', '.join(sorted(map(str, places)))}: in one process all stages"
+            " share one device. Move it with model.to(...)."
+        )
+    return places.pop() if places else torch.device("cpu")
+
+
+def check_devices(batch: Nest, device: torch.device) -> None:
+    for tensor in nest.tensors(batch):
+        if tensor.device != device:
+            raise BatchError(
+                f"the batch is on {tensor.device}, the model on {device}: move one of them, for"
+                f" example x.to({str(device)!r})."
+            )
+
+
+def check_outside_autocast(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise BatchError(
+            "step() was called inside torch.autocast, whose weight cache would outlive an update."
+            " Leave the context and give Trainer(autocast=torch.bfloat16)."
+        )
+
+
+def check_rows(batch: Nest, parts: int, method: Method) -> None:
+    """Whether a batch can be split into micro-batches; tensors of x and y are split alike."""
+    rows = rows_of(batch)
+    if rows < parts:
+        raise BatchError(
+            f"a batch of {rows} rows cannot make {parts} micro-batches for {method}: give at least"
+            f" {parts} rows, or lower accumulate or micro_batches. The batch was not started."
+        )
+    if parts > 1:
+        uneven = {t.size(0) if t.dim() else 0 for t in nest.tensors(batch)} - {rows}
+        if uneven:
+            raise BatchError(
+                f"x has {rows} rows and another tensor of the batch {min(uneven)}: to split a batch"
+                " into micro-batches all tensors of x and y need the same first size."
+            )
+
+
+def rows_of(batch: Nest) -> int:
+    first = nest.tensors(batch)[0]
+    return first.size(0) if first.dim() else 1
+
+
+def checksum_of(values: Nest) -> int:
+    """A number that tells two batches apart: every byte of every tensor, in order."""
+    checksum = 0
+    for tensor in nest.tensors(values):
+        flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
+        checksum = crc32(flat.view(torch.uint8).numpy().data, checksum)
+    return checksum
+
+
+def chosen_engine(engine: str | None, launched: bool) -> str:
+    """The engine asked for, or the one the script was started for."""
+    if engine not in (None, "serial", "processes"):
+        raise unknown("engine", engine, ("serial", "processes"))
+    if engine == "processes" and not launched:
+        raise ConfigurationError(
+            "engine='processes' needs one process per stage: start the script with"
+            " torchrun --nproc-per-node K, or use offbeat.launch."
+        )
+    return engine or ("processes" if launched else "serial")

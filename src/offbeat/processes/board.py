@@ -1,0 +1,82 @@
+"""Small notes between processes, kept in the launcher's own store."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from offbeat.errors import WorkerLost
+from offbeat.processes.edges import Edges
+
+_POLL_S = 0.5
+
+
+class Board:
+    """Facts to compare, and two urgent notes that a thread looks out for: failure and stall."""
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._store = PrefixStore(f"offbeat/{name}", store)
+        self._rank, self._size = rank, size
+        self._counts: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._edges: Edges | None = None
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        count = self._counts[name] = self._counts.get(name, -1) + 1
+        self._store.set(f"{name}/{count}/{self._rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{name}/{count}/{r}")) for r in range(self._size)]
+
+    def report(self, text: str) -> None:
+        # Only the first report counts: what follows it is a consequence.
+        note = json.dumps([self._rank, text])
+        self._store.compare_set("failure", "", note)
+
+    def watch(self, edges: Edges) -> None:
+        self._edges = edges
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="offbeat-board")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(4 * _POLL_S)
+
+    def _watch(self) -> None:
+        store: Store = self._store.clone()  # type: ignore[attr-defined]
+        assert self._edges is not None
+        while not self._stop.wait(_POLL_S):
+            try:
+                if store.check(["failure"]):
+                    rank, text = json.loads(store.get("failure"))
+                    if rank != self._rank:
+                        self._edges.fail(WorkerLost(f"rank {rank} failed first:\n{text}"))
+                    return
+                if store.check(["stalled"]):
+                    self._edges.fail(
+                        WorkerLost(f"another process waited too long:\n  {self._tell_waits(store)}")
+                    )
+                    return
+            except RuntimeError:  # the store's host has gone: so has everything else
+                self._edges.fail(WorkerLost("the launcher's store cannot be reached any more."))
+                return
+
+    def everyone_waits_for(self) -> str:
+        """Asks all processes what they wait for."""
+        self._store.set("stalled", "yes")
+        return self._tell_waits(self._store)
+
+    def _tell_waits(self, store: Store) -> str:
+        assert self._edges is not None
+        store.set(f"waits/{self._rank}", f"rank {self._rank}: {self._edges.waits_for()}")
+        deadline = time.monotonic() + 4 * _POLL_S
+        keys = [f"waits/{rank}" for rank in range(self._size)]
+        while not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lines = [
+            store.get(key).decode() if store.check([key]) else f"rank {rank}: no answer"
+            for rank, key in enumerate(keys)
+        ]
+        return "\n  ".join(lines)

@@ -1,0 +1,59 @@
+"""What a process started by ``offbeat.launch`` runs."""
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from offbeat.errors import WorkerLost
+
+
+def main() -> None:
+    port, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if size > 1:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    function, args = pickle.loads((folder / "call").read_bytes())  # written by our own parent
+    error: BaseException | None = None
+    value = None
+    try:
+        value = function(*args)
+    except BaseException as caught:
+        sys.last_value = error = caught
+        traceback.print_exc()
+    aside = folder / f"aside-{rank}"
+    aside.write_bytes(_safe((time.time(), error, value)))
+    aside.rename(folder / f"result-{rank}")
+    sys.exit(0 if error is None else 1)
+
+
+def _safe(outcome: tuple[float, BaseException | None, object]) -> bytes:
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)
+        return data
+    except Exception as error:
+        moment, caught, _ = outcome
+        words = f"{type(caught).__name__}: {caught}" if caught else f"its result: {error}"
+        return pickle.dumps((moment, WorkerLost(f"a process could not send back {words}"), None))
+
+
+def _end_with_parent() -> None:
+    # Read straight from the descriptor: a lock on sys.stdin would hold up the interpreter's exit.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Neighbouring processes joined by one communicator per direction, each served by a thread.
+
+Sending puts a parcel into a queue; a thread per edge writes it out. Another thread per edge always
+has its next receive posted, so messages arrive while the worker computes. A message for a stage
+further away is passed on by the threads in between.
+"""
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.errors import OffbeatError, WorkerLost
+from offbeat.processes.wire import HEADER_BYTES, Arrival, Parcel, pack
+from offbeat.transport import Key
+
+_LENGTH = struct.Struct("<q")
+_GOODBYE = -1
+
+
+class _Outgoing(threading.Thread):
+    """Writes parcels to one neighbour, in order."""
+
+    def __init__(self, peer: int, group: dist.ProcessGroup, failed: Callable[..., None]) -> None:
+        super().__init__(daemon=True, name=f"offbeat-to-{peer}")
+        self.parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._peer, self._group, self._failed = peer, group, failed
+
+    def run(self) -> None:
+        try:
+            while (parcel := self.parcels.get()) is not None:
+                self._write_header(parcel.header)
+                for tensor in parcel.tensors:
+                    dist.send(tensor, self._peer, self._group)
+            self._write(_LENGTH.pack(_GOODBYE))
+        except RuntimeError as error:
+            self._failed(self._peer, error)
+
+    def _write_header(self, header: bytes) -> None:
+        """The first message has a fixed size and says how much more of the header follows."""
+        room = HEADER_BYTES - _LENGTH.size
+        self._write(_LENGTH.pack(len(header)) + header[:room])
+        if len(header) > room:
+            rest = torch.frombuffer(bytearray(header[room:]), dtype=torch.uint8)
+            dist.send(rest, self._peer, self._group)
+
+    def _write(self, start: bytes) -> None:
+        padded = bytearray(start.ljust(HEADER_BYTES, b"\0"))
+        dist.send(torch.frombuffer(padded, dtype=torch.uint8), self._peer, self._group)
+
+
+class _Incoming(threading.Thread):
+    """Reads parcels from one neighbour and hands each over as soon as it is whole."""
+
+    def __init__(
+        self,
+        peer: int,
+        group: dist.ProcessGroup,
+        deliver: Callable[[Arrival], None],
+        failed: Callable[..., None],
+    ) -> None:
+        super().__init__(daemon=True, name=f"offbeat-from-{peer}")
+        self._peer, self._group = peer, group
+        self._deliver, self._failed = deliver, failed
+        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+
+    def run(self) -> None:
+        try:
+            while (header := self._read_header()) is not None:
+                arrival = Arrival(header)
+                for buffer in arrival.buffers:
+                    self._read(buffer)
+                self._deliver(arrival)
+        except RuntimeError as error:
+            self._failed(self._peer, error)
+
+    def _read_header(self) -> bytes | None:
+        self._read(self._header)
+        raw = self._header.numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(raw)
+        if length == _GOODBYE:
+            return None
+        header = raw[_LENGTH.size : _LENGTH.size + length]
+        if length > len(header):
+            rest = torch.empty(length - len(header), dtype=torch.uint8)
+            self._read(rest)
+            header += rest.numpy().tobytes()
+        return header
+
+    def _read(self, buffer: Tensor) -> None:
+        dist.recv(buffer, self._peer, self._group)
+
+
+class Edges:
+    """The transport of one process in a row of processes, one stage each."""
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        groups: dict[tuple[int, int], dist.ProcessGroup],
+        *,
+        device: torch.device,
+        timeout_s: float,
+        ranks: list[int],
+        stalled: Callable[[], str],
+    ) -> None:
+        self._stage = stage
+        self._device = device
+        self._timeout_s = timeout_s
+        self._stalled = stalled
+        self._inbox: dict[Key, Any] = {}
+        self._changed = threading.Condition()
+        self._failure: OffbeatError | None = None
+        self._waiting: tuple[Key, float] | None = None
+        self._closing = False
+        self._out: dict[int, _Outgoing] = {}
+        self._in: dict[int, _Incoming] = {}
+        for other in (stage - 1, stage + 1):
+            if 0 <= other < stages:
+                self._out[other] = _Outgoing(ranks[other], groups[stage, other], self._edge_failed)
+                self._in[other] = _Incoming(
+                    ranks[other], groups[other, stage], self._deliver, self._edge_failed
+                )
+        for thread in (*self._out.values(), *self._in.values()):
+            thread.start()
+
+    # ---------------------------------------------------------------- the transport
+
+    def send(self, key: Key, message: Any) -> None:
+        if key.to == self._stage:
+            self._put(key, message)
+        else:
+            self._forward(key, pack(key, message))
+
+    def arrived(self, key: Key) -> bool:
+        with self._changed:
+            return key in self._inbox
+
+    def receive(self, key: Key) -> Any:
+        """Waits for a message; a failed neighbour or too long a wait ends it with words."""
+        started = time.monotonic()
+        with self._changed:
+            self._waiting = (key, started)
+            while key not in self._inbox:
+                if self._failure is not None:
+                    raise self._failure
+                left = self._timeout_s - (time.monotonic() - started)
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, 1.0))
+            else:
+                self._waiting = None
+                return self._inbox.pop(key)
+        everyone = self._stalled()
+        raise WorkerLost(
+            f"no message for {self._timeout_s:g} s (timeout={self._timeout_s:g}):\n  {everyone}"
+        )
+
+    def clear(self) -> None:
+        with self._changed:
+            self._inbox.clear()
+
+    # ---------------------------------------------------------------- watching
+
+    def waits_for(self) -> str:
+        """What this worker waits for right now, in words."""
+        waiting = self._waiting
+        if waiting is None:
+            return (
+                f"stage {self._stage} waits for nothing (it computes, or the script is elsewhere)"
+            )
+        key, since = waiting
+        sender = f"stage {_sender(key)}"
+        return (
+            f"stage {self._stage} waits for {key} from {sender}"
+            f" since {time.monotonic() - since:.1f} s"
+        )
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def fail(self, error: OffbeatError) -> None:
+        """Ends this and every later wait with an error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _edge_failed(self, peer: int, error: RuntimeError) -> None:
+        if self._closing:
+            return
+        reason = str(error).splitlines()[0]
+        self.fail(
+            WorkerLost(
+                f"the connection to rank {peer} broke ({reason}). That process has died or its"
+                " machine cannot be reached; its own output says why."
+            )
+        )
+
+    # ---------------------------------------------------------------- moving
+
+    def _put(self, key: Key, message: Any) -> None:
+        with self._changed:
+            self._inbox[key] = message
+            self._changed.notify_all()
+
+    def _deliver(self, arrival: Arrival) -> None:
+        if arrival.key.to == self._stage:
+            self._put(arrival.key, arrival.message(self._device))
+        else:
+            self._forward(arrival.key, pack(arrival.key, arrival.message(torch.device("cpu"))))
+
+    def _forward(self, key: Key, parcel: Parcel) -> None:
+        towards = self._stage + (1 if key.to > self._stage else -1)
+        self._out[towards].parcels.put(parcel)
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Says goodbye to the neighbours once everything is sent; waits for theirs if asked to."""
+        if not self._closing:
+            self._closing = True
+            for outgoing in self._out.values():
+                outgoing.parcels.put(None)
+        deadline = time.monotonic() + wait_s
+        for thread in (*self._out.values(), *self._in.values()):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _sender(key: Key) -> int:
+    if key.what in ("activation", "evaluation"):
+        return key.to - 1
+    if key.what == "gradient":
+        return key.to + 1
+    return key.source

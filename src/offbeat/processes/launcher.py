@@ -1,0 +1,129 @@
+"""Local processes without torchrun: for notebooks, tests and quick looks."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from offbeat.errors import ConfigurationError, WorkerLost
+
+try:  # functions of a notebook can only be sent by value, which plain pickle does not do
+    from cloudpickle import dumps
+except ImportError:
+    from pickle import dumps
+
+Child = subprocess.Popen[bytes]
+_GRACE_S = 5.0
+
+
+def launch(
+    function: Callable[..., Any],
+    processes: int,
+    *args: Any,
+    threads: int = 1,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Calls ``function(*args)`` in K new processes and returns what each returned, by rank.
+
+    Inside, a Trainer finds itself started as if by torchrun. The first error of any process ends
+    all of them and is raised here. Functions defined in a notebook or script need ``cloudpickle``.
+    """
+    if processes < 1:
+        raise ConfigurationError(f"launch(processes={processes}): give at least 1.")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(_pickled(function, args))
+        children = [
+            _start(rank, processes, store.port, threads, folder) for rank in range(processes)
+        ]
+        try:
+            _wait(children, timeout_s)
+        finally:
+            ended_here = _end(children)
+        return _results(children, ended_here, folder)
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        data: bytes = dumps((function, args))
+        return data
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"{getattr(function, '__qualname__', function)} cannot be sent to another process"
+            f" ({error}). Move it to the top level of a module, or pip install cloudpickle."
+        ) from error
+
+
+def _start(rank: int, size: int, port: int, threads: int, folder: Path) -> Child:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command = [sys.executable, "-m", "offbeat.processes.child", str(port), str(folder)]
+    # The child ends itself when this pipe closes, so that none outlives a killed parent.
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+
+
+def _wait(children: list[Child], timeout_s: float | None) -> None:
+    """Until all have ended; one failure gives the others a few seconds to say what they know."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    failed = False
+    while any(child.poll() is None for child in children):
+        if not failed and any(child.poll() not in (None, 0) for child in children):
+            failed, deadline = True, time.monotonic() + _GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            if failed:
+                return
+            raise WorkerLost(f"launch gave up after timeout_s={timeout_s:g} seconds.")
+        time.sleep(0.02)
+
+
+def _end(children: list[Child]) -> set[int]:
+    """Kills whoever still runs; returns their ranks."""
+    running = {rank for rank, child in enumerate(children) if child.poll() is None}
+    for child in children:
+        if child.stdin is not None:
+            child.stdin.close()
+        child.kill()
+    for child in children:
+        child.wait()
+    return running
+
+
+def _results(children: list[Child], ended_here: set[int], folder: Path) -> list[Any]:
+    results, errors = [], []
+    died: tuple[int, int] | None = None
+    for rank, child in enumerate(children):
+        file = folder / f"result-{rank}"
+        if not file.exists():
+            died = died or (None if rank in ended_here else (rank, child.returncode))
+            continue
+        moment, error, value = pickle.loads(file.read_bytes())  # written by our own child
+        if error is not None:
+            # What happened elsewhere is a consequence: the first error that is not comes first.
+            errors.append((isinstance(error, WorkerLost), moment, rank, error))
+        results.append(value)
+    consequence, _, rank, error = min(errors, key=lambda e: e[:3], default=(True, 0, 0, None))
+    if died is not None and consequence:
+        raise WorkerLost(f"rank {died[0]} ended with {_named(died[1])} and left no result.")
+    if error is not None:
+        error.add_note(f"offbeat: raised in rank {rank} of launch().")
+        raise error
+    return results
+
+
+def _named(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

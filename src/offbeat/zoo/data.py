@@ -1,0 +1,66 @@
+"""Data that needs no download: scikit-learn's 1797 handwritten digits."""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import BatchError, ConfigurationError, OffbeatError
+
+Split = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def digits(seed: int = 0, test_share: float = 0.2) -> Split:
+    """``x_train, y_train, x_test, y_test``: 8x8 images with one channel, classes 0 to 9.
+
+    The split depends on ``seed`` alone. Pixels are scaled by mean and deviation of the training
+    part, so that nothing of the test part is seen in training.
+    """
+    if not 0 < test_share < 1:
+        raise ConfigurationError(
+            f"digits(test_share={test_share!r}): give a share between 0 and 1, for example 0.2."
+        )
+    images, classes = _load()
+    order = torch.randperm(len(images), generator=_generator("split", seed))
+    held_out = min(len(images) - 1, max(1, round(len(images) * test_share)))
+    test, train = order[:held_out], order[held_out:]
+    mean, deviation = images[train].mean(), images[train].std()
+    images = (images - mean) / deviation
+    return images[train], classes[train], images[test], classes[test]
+
+
+def batches(
+    x: Tensor, y: Tensor, size: int, *, seed: int, epoch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """One epoch in an order of its own; the short last batch is kept.
+
+    The order is keyed by (seed, epoch), so any epoch can be read again without the ones before.
+    """
+    if size < 1 or len(x) != len(y):
+        raise BatchError(
+            f"batches of {size} rows from {len(x)} inputs and {len(y)} targets: give a size of at"
+            " least 1, and as many targets as inputs."
+        )
+    order = torch.randperm(len(x), generator=_generator("epoch", seed, epoch))
+    for rows in order.split(size):
+        yield x[rows], y[rows]
+
+
+def _load() -> tuple[Tensor, Tensor]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise OffbeatError(
+            "digits() reads its images from scikit-learn, which is missing:"
+            ' pip install "offbeat[data]"'
+        ) from error
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
+    return images, torch.tensor(found.target, dtype=torch.int64)
+
+
+def _generator(*key: object) -> torch.Generator:
+    """A generator of its own per key: the caller's global state stays where it is."""
+    digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

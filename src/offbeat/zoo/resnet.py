@@ -1,0 +1,79 @@
+"""The CIFAR ResNets of the papers, flat, so that every block boundary can end a stage."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from offbeat.errors import ConfigurationError
+
+
+def resnet(depth: int, classes: int = 10, channels: int = 3) -> nn.Sequential:
+    """A ResNet of depth 6n+2 with basic blocks and shortcuts without parameters.
+
+    One convolution, n blocks each of 16, 32 and 64 channels, one linear layer: 6n+2 weighted
+    layers, so the papers' placement vectors count as they do in the papers (ResNet-20 is cut by
+    ``ppv=(7,)`` after its 16-channel group).
+
+    Reference: He et al., "Deep Residual Learning for Image Recognition", 2016 (arXiv 1512.03385),
+    section 4.2. Convolutions start from He's normal distribution (fan out), the linear layer from
+    PyTorch's default.
+
+    >>> sum(p.numel() for p in resnet(20).parameters())
+    269722
+    """
+    if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
+        raise ConfigurationError(
+            f"resnet(depth={depth!r}): three groups of n two-layer blocks, a first convolution and"
+            f" a last linear layer make a depth of 6n+2. {_nearest(depth)}"
+        )
+    blocks = (depth - 2) // 6
+    layers: list[nn.Module] = [_conv(channels, 16), nn.BatchNorm2d(16), nn.ReLU()]
+    width = 16
+    for wanted in (16, 32, 64):
+        for _ in range(blocks):
+            layers.append(BasicBlock(width, wanted))
+            width = wanted
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)]
+    model = nn.Sequential(*layers)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut; wider output means half the side.
+
+    The shortcut is He's option A: every second pixel, and zeros for the channels that are new.
+    """
+
+    def __init__(self, narrow: int, wide: int) -> None:
+        super().__init__()
+        self.stride = 1 if narrow == wide else 2
+        self.new_channels = wide - narrow
+        self.conv1 = _conv(narrow, wide, self.stride)
+        self.bn1 = nn.BatchNorm2d(wide)
+        self.conv2 = _conv(wide, wide)
+        self.bn2 = nn.BatchNorm2d(wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Nothing in place: a stage keeps x, and an update may come before x's backward.
+        residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(residual + self._shortcut(x))
+
+    def _shortcut(self, x: Tensor) -> Tensor:
+        if self.stride == 1:
+            return x
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
+
+
+def _conv(narrow: int, wide: int, stride: int = 1) -> nn.Conv2d:
+    # No bias: the BatchNorm behind it has one.
+    return nn.Conv2d(narrow, wide, 3, stride=stride, padding=1, bias=False)
+
+
+def _nearest(depth: object) -> str:
+    if not isinstance(depth, int) or depth < 8:
+        return "The smallest is 8; the papers use 20, 32, 44, 56 and 110."
+    below = depth - (depth - 2) % 6
+    return f"The nearest are {below} and {below + 6}."

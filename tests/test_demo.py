@@ -1,0 +1,97 @@
+"""The demo, run as a user runs it but for one epoch."""
+
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, Synchronous
+
+DEMO = Path(__file__).parents[1] / "examples" / "digits.py"
+NAMES = ["BP", "StaleWeights", "hybrid", "DSP", "ADL", "PipeDream"]
+LAGS: dict[str, Method] = {
+    "BP": Synchronous(),
+    "StaleWeights": StaleWeights(),
+    "hybrid": StaleWeights(),
+    "DSP": DSP(),
+    "ADL": ADL(accumulate=4),
+    "PipeDream": PipeDream(),
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[dict[str, Any]]:
+    """The demo's names, on one thread: on busy cores, as under ``pytest -n 2``, two threads wait
+    for each other at every small operation and the demo was seen to take thirty times as long.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield runpy.run_path(str(DEMO))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.timeout(60)
+def test_the_demo_writes_its_files_and_names_all_methods(
+    demo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "deep" / "er"
+    demo["main"](["--epochs", "1", "--out", str(folder)])
+    printed = capsys.readouterr().out
+
+    rows = [line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│")]
+    assert rows == NAMES
+    assert "Notice: " in printed
+    for name in ("runs.json", "curves.png", "timelines.png"):
+        assert str(folder / name) in printed
+    for name in ("curves.png", "timelines.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+    stored = json.loads((folder / "runs.json").read_text())
+    assert stored["settings"]["updates"] == 23
+    runs = {run["name"]: run for run in stored["runs"]}
+    for name, method in LAGS.items():
+        assert tuple(runs[name]["lags"]) == method.lags(4), name
+        assert [epoch for epoch, _ in runs[name]["accuracy"]] == [1]
+    assert runs["PipeDream"]["weight_copies"] == [4, 3, 2, 1]
+    assert runs["StaleWeights"]["weight_copies"] == runs["DSP"]["weight_copies"] == [1, 1, 1, 1]
+    speed_ups = [runs[name]["ideal_speed_up"] for name in NAMES]
+    assert speed_ups == pytest.approx([1, 4, 1 / (11 / 23 / 4 + 12 / 23), 3, 4, 4], abs=1e-4)
+
+
+@pytest.mark.timeout(60)
+def test_the_same_seed_gives_the_same_run(demo: dict[str, Any]) -> None:
+    data = demo["digits"](5)
+    once, again = (
+        demo["train"]("PipeDream", PipeDream(), data, 1, 5, lambda: None) for _ in range(2)
+    )
+    assert once == again
+    assert once.accuracy[-1][1] > 0.2  # ten classes: it has begun to learn
+
+
+def test_the_notice_says_what_the_numbers_show(demo: dict[str, Any]) -> None:
+    def run(name: str, copies: int, *accuracy: float) -> Any:
+        return demo["Run"](
+            name=name,
+            method=name,
+            lags=[0],
+            weight_copies=[copies],
+            accuracy=list(enumerate(accuracy, start=1)),
+            ideal_speed_up=1.0,
+        )
+
+    runs = [run("BP", 1, 0.96, 0.98), run("late", 1, 0.5, 0.95), run("never", 3, 0.5, 0.9)]
+    words = demo["notice"](runs, 200)
+    assert "epochs to 95%: BP 1, late 2, never not yet." in words
+    assert "Farthest from BP at the end: never, -8.0 points" in words
+    assert "one test image is 0.50" in words
+    assert "Most weight copies: never, 3." in words
+
+
+def test_zero_epochs_are_refused(demo: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo["main"](["--epochs", "0"])
+    assert "--epochs 0: give at least 1" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""One stage per process: the bits of one process, and clear ends when something breaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jobs
+import offbeat
+from helpers import assert_same_bits, trainer_for
+from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLost
+from offbeat.faults import Faults
+from offbeat.methods import (
+    ADL,
+    DSP,
+    METHODS,
+    Method,
+    Phases,
+    PipeDream,
+    StaleWeights,
+    Synchronous,
+)
+from offbeat.nest import tensors
+from offbeat.processes.wire import Arrival, pack
+from offbeat.transport import Key
+
+ALL: list[Method] = [method() for method in METHODS]
+HYBRID = Phases((StaleWeights(), 3), (Synchronous(), None))
+Job = tuple[str, Method, int, str, dict[str, Any]]
+
+
+def jobs_for(stages: int) -> list[Job]:
+    """Every method on a BatchNorm and on a dropout model, optimizers in turn, and the extras."""
+    optimizers = ["momentum", "adamw", "sgd"]
+    found: list[Job] = []
+    for place, method in enumerate(ALL):
+        # DGL's own head reads images or vectors; both models give it one of them.
+        found.append(("cnn", method, stages, optimizers[place % 3], {}))
+        found.append(("dropout", method, stages, optimizers[(place + 1) % 3], {}))
+    found.append(("cnn", HYBRID, stages, "momentum", {}))
+    found.append(("cnn", Synchronous(), stages, "momentum", {"clip": 0.3}))
+    found.append(("cnn", PipeDream(), stages, "adamw", {"clip": 0.3}))
+    found.append(("dropout", StaleWeights(), stages, "sgd", {"autocast": torch.bfloat16}))
+    uneven = Faults().slow(by=20.0, probability=0.3, seed=stages)
+    slowed = (PipeDream(), StaleWeights(), DSP(hop=2), ADL(2))
+    return found + [("cnn", method, stages, "momentum", {"faults": uneven}) for method in slowed]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_many_processes_give_the_bits_of_one(stages: int) -> None:
+    """Weights, losses, evaluations, lags, memory and cuts: on every rank what one process says."""
+    todo = jobs_for(stages)
+    by_rank = offbeat.launch(jobs.train_all, stages, todo, timeout_s=240)
+    for place, job in enumerate(todo):
+        settings = {name: value for name, value in job[4].items() if name != "faults"}
+        alone = jobs.train(job[0], job[1], job[2], job[3], **settings)
+        assert None not in alone["losses"][-3:]
+        for rank in range(stages):
+            ours = by_rank[rank][place]
+            assert_same_bits(ours["state"], alone["state"])
+            for name in ("losses", "evaluations", "lags", "ledger_losses", "cuts"):
+                assert ours[name] == alone[name], (job[1], rank, name)
+            declared = job[1].lags(stages)
+            if not isinstance(job[1], Phases):
+                assert tuple(max(lags.values()) for lags in ours["lags"]) <= declared
+
+
+def test_a_different_process_layout_would_be_noticed() -> None:
+    """The comparison above can fail: another seed changes the dropout model's weights."""
+    one = jobs.train("dropout", StaleWeights(), 2)
+    network, batches = jobs.job_of("dropout")
+    other = trainer_for(network, StaleWeights(), stages=2, seed=4)
+    for x, y in batches:
+        other.step(x, y)
+    other.flush()
+    with pytest.raises(AssertionError):
+        assert_same_bits(one["state"], other.state_dict())
+
+
+# ------------------------------------------------------------------ the wire
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        torch.randn(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
+        (torch.arange(7), None, {"a": [torch.tensor(True), 2, "x", 0.1], 3: float("inf")}),
+        [torch.empty(0, 3), torch.tensor(1.5, dtype=torch.bfloat16), torch.randn(70).double()],
+        (),
+        {"long": [torch.randn(2, 40) for _ in range(120)]},
+    ],
+)
+def test_messages_arrive_as_they_left(message: Any) -> None:
+    parcel = pack(Key("activation", 1, 5), message)
+    arrival = Arrival(parcel.header)
+    assert arrival.key == Key("activation", 1, 5)
+    for buffer, body in zip(arrival.buffers, parcel.tensors, strict=True):
+        buffer.copy_(body)
+    found = arrival.message(torch.device("cpu"))
+    ours, theirs = tensors(found), tensors(message)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()
+    assert str(found) == str(message)
+
+
+def test_gradient_flags_travel_and_holes_are_closed() -> None:
+    tensor = torch.randn(4, 6)[:, ::2].requires_grad_()
+    arrival = Arrival(pack(Key("activation", 1, 0), [tensor, torch.ones(40)]).header)
+    found = arrival.message(torch.device("cpu"))
+    assert found[0].requires_grad
+    assert not found[1].requires_grad
+    assert found[0].stride() == (3, 1)
+
+
+def test_objects_do_not_travel() -> None:
+    with pytest.raises(StageError, match="a object cannot travel between processes"):
+        pack(Key("activation", 1, 0), {"thing": object()})
+
+
+# ------------------------------------------------------------------ set-up
+
+
+def test_disagreements_are_named_with_both_values() -> None:
+    for what, words in {
+        "method": r"the method differs.*StaleWeights.* on rank 0, .*PipeDream.* on rank 1",
+        "model": "the model differs.*tensors, digest .* on rank 0.* on rank 1",
+        "weights": "the weights the model starts from differs.*torch.manual_seed",
+        "threads": "the number of threads differs between processes: 1 on rank 0, 2 on rank 1",
+        "stages": "3 stages and the launcher started 2 processes.*--nproc-per-node 3",
+        "loader": "the loader has 3 batches on rank 0 and 2 on rank 1",
+    }.items():
+        with pytest.raises((ConfigurationError, BatchError), match=words):
+            offbeat.launch(jobs.disagree, 2, what, timeout_s=60)
+
+
+def test_loaders_shuffled_differently_are_caught() -> None:
+    with pytest.raises(BatchError, match="fed different batches .checksums"):
+        offbeat.launch(jobs.shuffle_differently, 2, timeout_s=60)
+
+
+def test_processes_must_have_been_started() -> None:
+    with pytest.raises(ConfigurationError, match="needs one process per stage.*torchrun"):
+        jobs.train("cnn", StaleWeights(), 2, engine="processes")
+    with pytest.raises(ConfigurationError, match="Did you mean 'processes'"):
+        jobs.train("cnn", StaleWeights(), 2, engine="process")
+
+
+def test_serial_can_be_forced_inside_processes() -> None:
+    found = offbeat.launch(jobs.train_serially, 2, timeout_s=60)
+    alone = jobs.train("cnn", StaleWeights(), 3)
+    for rank in range(2):
+        assert_same_bits(found[rank]["state"], alone["state"])
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_launch_returns_results_and_raises_the_first_error() -> None:
+    assert offbeat.launch(jobs.ping, 2, 7) == [49, 49]
+    with pytest.raises(ValueError, match="a planned mistake") as caught:
+        offbeat.launch(jobs.raise_on, 2, 1, timeout_s=60)
+    assert caught.value.__notes__ == ["offbeat: raised in rank 1 of launch()."]
+    with pytest.raises(ConfigurationError, match="give at least 1"):
+        offbeat.launch(jobs.ping, 0, 7)
+
+
+def test_a_failing_worker_ends_all_and_shows_its_traceback() -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="a fault was planned at 1B2"):
+        offbeat.launch(jobs.run_with, 3, Faults().fail("1B2"), timeout_s=60)
+    assert time.monotonic() - start < 40
+
+
+def test_a_stall_says_who_waits_for_what() -> None:
+    with pytest.raises(WorkerLost) as caught:
+        offbeat.launch(jobs.run_with, 3, Faults().delay("1F3", 30.0), 3.0, timeout_s=60)
+    words = str(caught.value)
+    assert "no message for 3 s" in words or "another process waited too long" in words
+    assert "rank 0: stage 0 waits for" in words
+    assert "from stage 1" in words
+    assert "rank 1: stage 1 waits for nothing" in words
+    assert "rank 2: stage 2 waits for the activation of batch 3 for stage 2 from stage 1" in words
+
+
+@pytest.mark.parametrize("action", ["0F2", "1B0", "2U3"])
+def test_a_killed_process_ends_the_others_with_words(action: str) -> None:
+    with pytest.raises(WorkerLost, match=f"rank {action[0]} ended with signal SIGKILL"):
+        offbeat.launch(jobs.run_with, 3, Faults().kill(action), timeout_s=60)
+
+
+def alive_under(parent: int) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in listing.stdout.split()]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """What a user writes: no init, no close, nothing about ranks but one line for printing."""
+    file = tmp_path / "train.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            import torch
+            from torch import nn
+            import offbeat
+
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(),
+                                  nn.Linear(12, 4))
+            trainer = offbeat.Trainer(
+                model, loss=nn.functional.cross_entropy, stages=3, timeout=30,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="stale-weights",
+            )
+            steps, pause = int(sys.argv[2]), float(sys.argv[3])
+            for n in range(steps):
+                g = torch.Generator().manual_seed(n)
+                loss = trainer.step(torch.randn(8, 6, generator=g),
+                                    torch.randint(4, (8,), generator=g))
+                time.sleep(pause)
+                if n == 5:
+                    print("under way", flush=True)
+            trainer.flush()
+            state = trainer.state_dict()
+            if trainer.rank == 0:
+                torch.save(state, sys.argv[1])
+            """
+        )
+    )
+    return file
+
+
+def environment() -> dict[str, str]:
+    source = str(Path(offbeat.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.timeout(180)
+def test_the_same_script_under_torchrun_gives_the_same_bits(script: Path, tmp_path: Path) -> None:
+    alone, many = tmp_path / "alone.pt", tmp_path / "many.pt"
+    for command, out in (([sys.executable], alone), ([*TORCHRUN, "3"], many)):
+        done = subprocess.run(
+            [*command, str(script), str(out), "12", "0"],
+            env=environment(), capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "terminate called" not in done.stderr
+    assert_same_bits(torch.load(many), torch.load(alone))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_all_processes(script: Path, tmp_path: Path, ended_by: int) -> None:
+    command = [*TORCHRUN, "3", str(script), str(tmp_path / "x.pt"), "100000", "0.01"]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert "under way" in run.stdout.readline()
+        workers = alive_under(run.pid)
+        assert len(workers) == 3
+        run.send_signal(ended_by)
+        assert run.wait(timeout=60) != 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
