@@ -358,7 +358,9 @@ def test_weight_copies_are_the_formulas(stages: int) -> None:
         trainer = trainer_for(two, method)
         for x, y in vector_batches(12, dtype=torch.float32):
             trainer.step(x, y)
-        assert [m.weight_copies for m in trainer.memory()] == copies, method
+        assert [m.peak_weight_copies for m in trainer.memory()] == copies, method
+        if method != ADL(2):  # whose last copy lives within a step only
+            assert [m.weight_copies for m in trainer.memory()] == copies, method
 
 
 @pytest.mark.parametrize("rule", RULES)

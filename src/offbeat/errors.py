@@ -7,7 +7,8 @@
     │   └── Deadlock         workers wait for each other in a circle
     ├── StageError           a stage did something its rule cannot support  (also a RuntimeError)
     ├── StoppedError         an earlier error ended this run  (also a RuntimeError)
-    └── WorkerLost           another process failed or went silent  (also a RuntimeError)
+    ├── WorkerLost           another process failed or went silent  (also a RuntimeError)
+    └── MissingExtra         an optional package is not installed  (also an ImportError)
 
 Every message names the value, the rule and the next step.
 """
@@ -46,6 +47,10 @@ class StoppedError(OffbeatError, RuntimeError):
 
 class WorkerLost(OffbeatError, RuntimeError):
     """Another process of this run failed, died or sent nothing for too long."""
+
+
+class MissingExtra(OffbeatError, ImportError):
+    """An optional package is not installed; the message has the line that installs it."""
 
 
 def unknown(what: str, value: object, known: Iterable[str]) -> ConfigurationError:

@@ -14,6 +14,8 @@ class StageMemory:
 
     weight_copies: int
     """Versions of the weights in memory, the newest included."""
+    peak_weight_copies: int
+    """The most versions held at once so far, within a step too."""
     graphs: int
     """Micro-batches whose graph waits for its backward."""
     inputs: int

@@ -68,6 +68,7 @@ class Stage:
         self._trainable = [p for p in self.parameters if p.requires_grad]
         self._flights: dict[int, _Flight] = {}
         self._peak = 0
+        self._peak_versions = 1
         self._old: dict[int, list[Tensor]] = {}
         self._inputs_changed: bool | None = None
         self._buffers = WrittenBuffers(modules)
@@ -162,6 +163,9 @@ class Stage:
         for scheduler in self.schedulers:
             scheduler.step()
         self.version += 1
+        alive = {f.version for f in self._flights.values() if f.graph.weights} | set(self._old)
+        if self._rule == "stash" or self._kept_versions:
+            self._peak_versions = max(self._peak_versions, len(alive | {self.version}))
 
     def predict(self, given: Nest) -> Nest:
         """Runs the module alone, as it is: for evaluation."""
@@ -304,6 +308,7 @@ class Stage:
         inputs = sum(not flight.outputs for flight in self._flights.values())
         return StageMemory(
             weight_copies=storages.weight_copies,
+            peak_weight_copies=self._peak_versions,
             graphs=len(self._flights) - inputs,
             inputs=inputs,
             peak_in_flight=self._peak,

@@ -6,6 +6,7 @@ from math import inf
 from statistics import fmean
 
 from offbeat.errors import ConfigurationError
+from offbeat.ledger import Ledger
 from offbeat.methods.base import Method
 from offbeat.schedule import Schedule
 from offbeat.table import Action, Span
@@ -94,6 +95,11 @@ def timeline(
     >>> round(timeline(GPipe(micro_batches=4), 4).busy_share, 4)  # 4 / (4 + 4 - 1)
     0.5714
     """
+    if len(method.phases()) > 1:
+        raise ConfigurationError(
+            "a timeline shows one method: ask for that of each phase, and join them with"
+            " offbeat.report.in_turn."
+        )
     costs = costs or Costs()
     schedule = method.schedule(stages)
     cost = _action_cost(schedule, method, costs)
@@ -115,6 +121,32 @@ def timeline(
         step_time=step_time,
         busy_share=work / (stages * step_time),
         speed_up=one_device / step_time,
+    )
+
+
+def measured_timeline(ledger: Ledger) -> Timeline:
+    """A run as it happened, in seconds from its first action.
+
+    The speed-up is the work of all stages over the time they took together: what one device would
+    have needed, had it been as fast at each of them.
+    """
+    entries = list(ledger)
+    if not entries:
+        raise ConfigurationError("the ledger is empty: there is no run to draw.")
+    zero = min(entry.start_s for entry in entries)
+    spans = tuple(
+        Span(Action(e.stage, e.kind, e.batch), e.start_s - zero, e.end_s - zero) for e in entries
+    )
+    stages = 1 + max(entry.stage for entry in entries)
+    duration = max(span.end for span in spans)
+    work = sum(span.end - span.start for span in spans)
+    steps = 1 + max((e.batch for e in entries if e.kind == "U"), default=0)
+    return Timeline(
+        spans=spans,
+        stages=stages,
+        step_time=duration / steps,
+        busy_share=work / (stages * duration),
+        speed_up=work / duration,
     )
 
 

@@ -7,7 +7,7 @@ nobody keeps is freed.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import ConfigurationError, OffbeatError
+from offbeat.errors import ConfigurationError, MissingExtra
 from offbeat.table import Span
 from offbeat.timeline import Timeline
 
@@ -141,7 +141,7 @@ def _figure(width_in: float, height_in: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise OffbeatError(
+        raise MissingExtra(
             'drawing needs matplotlib, which is missing: pip install "offbeat[plots]"'
         ) from error
     return Figure(figsize=(width_in, height_in), dpi=150)

@@ -6,7 +6,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from offbeat.errors import BatchError, ConfigurationError, OffbeatError
+from offbeat.errors import BatchError, ConfigurationError, MissingExtra
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -51,7 +51,7 @@ def _load() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise OffbeatError(
+        raise MissingExtra(
             "digits() reads its images from scikit-learn, which is missing:"
             ' pip install "offbeat[data]"'
         ) from error

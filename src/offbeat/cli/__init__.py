@@ -1,0 +1,233 @@
+"""The command line: ``offbeat methods``, ``offbeat schedule``, ``offbeat timeline``.
+
+None of these commands may import torch, so that every answer is there at once.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from shutil import get_terminal_size
+from typing import Any
+
+import typer
+
+from offbeat.cli.options import (
+    MOST_STAGES,
+    AccumulateOption,
+    BackwardOption,
+    BatchesOption,
+    BetaOption,
+    ForwardOption,
+    HopOption,
+    HopsOption,
+    JsonOption,
+    LagOption,
+    MeasuredOption,
+    MicroBatchesOption,
+    NameArgument,
+    OptionalNameArgument,
+    RecomputeOption,
+    RuleOption,
+    ShareOption,
+    StagesOption,
+    WidthOption,
+    read_costs,
+    read_count,
+    read_method,
+)
+from offbeat.errors import ConfigurationError, OffbeatError
+from offbeat.ledger import Ledger
+from offbeat.methods import METHODS, Method
+from offbeat.timeline import Timeline, measured_timeline
+from offbeat.timeline import timeline as timeline_of
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous training for PyTorch: which stage does what, when, and how late.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command; a user's mistake ends in one message on stderr and exit code 2."""
+    try:
+        app(args=argv, prog_name="offbeat")
+    except OffbeatError as error:
+        typer.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+
+
+# Commands
+
+
+@app.command()
+def methods(as_json: JsonOption = False) -> None:
+    """List the methods: lag, memory, locks, paper."""
+    rows = [_described(kind()) for kind in METHODS]
+    if as_json:
+        _print_json(rows)
+        return
+    keys = [key for key in rows[0] if key != "settings"]
+    head = ["name", "lag", "copies", "backward", "waits for", "reference"]
+    _print_columns([head, *([row[key] or "-" for key in keys] for row in rows)])
+    typer.echo(
+        "\nlag: updates between a batch's forward and the application of its gradient, at"
+        "\nstage k = 0 ... K-1 of K; M micro-batches per update divide it by M, rounded up."
+        "\ncopies: of the weights, per stage. backward: the weights it sees, by default."
+    )
+
+
+@app.command()
+def schedule(
+    name: NameArgument,
+    stages: StagesOption = "4",
+    batches: BatchesOption = "8",
+    accumulate: AccumulateOption = None,
+    micro_batches: MicroBatchesOption = None,
+    backward_rule: RuleOption = None,
+    beta: BetaOption = None,
+    lag: LagOption = None,
+    hops: HopsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a method's order of work, and its lags."""
+    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops)
+    steps = read_count("--batches", batches)
+    plan = method.schedule(read_count("--stages", stages, most=MOST_STAGES))
+    table = plan.table(steps)
+    if as_json:
+        facts = {
+            "lags": plan.lags,
+            "lockstep": plan.lockstep,
+            "local_losses": plan.local_losses,
+            "schedule": str(plan),
+            "table": [[[str(a) for a in row] for row in of_stage] for of_stage in table.rows],
+        }
+        _print_json(_heading(method, plan.stages, steps) | facts)
+        return
+    lines = [table.grid(), "", str(plan), "", f"lag per stage: {' '.join(map(str, plan.lags))}"]
+    if plan.micro_batches > 1:
+        lines.append(f"micro-batches per batch: {plan.micro_batches}")
+    typer.echo("\n".join(lines))
+
+
+@app.command()
+def timeline(
+    name: OptionalNameArgument = None,
+    measured: MeasuredOption = None,
+    stages: StagesOption = "4",
+    batches: BatchesOption = "8",
+    forward: ForwardOption = "1",
+    recompute: RecomputeOption = "1",
+    backward: BackwardOption = "2",
+    hop: HopOption = "0",
+    share: ShareOption = None,
+    width: WidthOption = None,
+    accumulate: AccumulateOption = None,
+    micro_batches: MicroBatchesOption = None,
+    backward_rule: RuleOption = None,
+    beta: BetaOption = None,
+    lag: LagOption = None,
+    hops: HopsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw a method in time, or a run that was measured, with busy share and speed-up."""
+    columns = get_terminal_size((100, 24)).columns
+    if width is not None:
+        columns = read_count("--width", width, least=20)
+    if (name is None) == (measured is None):
+        raise ConfigurationError("give either a METHOD or --measured FILE, the ledger of a run.")
+    if measured is not None:
+        found = measured_timeline(Ledger.load(measured))
+        typer.echo(json.dumps(_timed(found), indent=2) if as_json else _drawn(found, columns, " s"))
+        return
+    assert name is not None
+    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops)
+    costs = read_costs(share, forward=forward, recompute=recompute, backward=backward, hop=hop)
+    steps = read_count("--batches", batches)
+    count = read_count("--stages", stages, most=MOST_STAGES)
+    found = timeline_of(method, count, steps=steps, costs=costs)
+    if as_json:
+        _print_json(_heading(method, count, steps) | {"costs": asdict(costs)} | _timed(found))
+    else:
+        typer.echo(_drawn(found, columns))
+
+
+# Printing
+
+
+def _described(method: Method) -> dict[str, Any]:
+    settings = _settings(method)
+    return {
+        "name": method.name,
+        "lag": method.lag_formula,
+        "weight_copies": method.copies,
+        "backward": settings.get("backward"),
+        "waits_for": method.waits_for,
+        "reference": method.reference,
+        "settings": settings,
+    }
+
+
+def _settings(method: Method) -> dict[str, Any]:
+    return {field.name: getattr(method, field.name) for field in fields(method)}
+
+
+def _heading(method: Method, stages: int, batches: int) -> dict[str, Any]:
+    return {
+        "method": method.name,
+        "settings": _settings(method),
+        "stages": stages,
+        "batches": batches,
+        "micro_batches": method.schedule(stages).micro_batches,
+    }
+
+
+def _timed(found: Timeline) -> dict[str, Any]:
+    return {
+        "time_per_batch": found.step_time,
+        "busy_share": found.busy_share,
+        "speed_up": found.speed_up,
+        "duration": found.duration,
+        "spans": [{"action": str(s.action), "start": s.start, "end": s.end} for s in found.spans],
+    }
+
+
+def _drawn(found: Timeline, columns: int, unit: str = "") -> str:
+    lines = [found.picture(columns)]
+    # Drawn again wider, because a cut that falls on blanks leaves no trace.
+    if lines[0] != found.picture(50 * columns):
+        lines.append(f"... cut at {columns} columns; --width {2 * columns} shows more")
+    lines += [
+        "",
+        f"time per batch  {found.step_time:.6g}{unit}",
+        f"busy share      {found.busy_share:.1%}",
+        f"speed-up        {found.speed_up:.2f} over one device",
+    ]
+    return "\n".join(lines)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _print_columns(rows: list[list[str]]) -> None:
+    """Aligned columns; on a terminal rich folds the cells that do not fit."""
+    if sys.stdout and sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        grid = Table(box=None, pad_edge=False)
+        for place, title in enumerate(rows[0]):
+            grid.add_column(title, no_wrap=place < 4, overflow="fold")
+        for row in rows[1:]:
+            grid.add_row(*row)
+        Console(highlight=False).print(grid)
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        typer.echo("  ".join(cells).rstrip())

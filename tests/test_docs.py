@@ -1,0 +1,322 @@
+"""The documentation, carried out: sessions print what they show, examples run, tables are true."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oracles
+import test_oracles
+from helpers import OPTIMIZERS
+from offbeat import cli, methods
+from offbeat.methods import METHODS, Method
+from offbeat.schedule import Schedule
+from offbeat.table import Table
+from offbeat.timeline import Costs, timeline
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+CHOOSE = ROOT / "docs" / "choose-a-method.md"
+ADD = ROOT / "docs" / "add-a-method.md"
+BENCHMARK = ROOT / "benchmarks" / "simulator"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", BENCHMARK / "README.md"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    """Of its first line of text, counted from 1."""
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    made = [Block(page, text[: m.start(2)].count("\n") + 1, m[1], m[2]) for m in found]
+    return [block for block in made if block.language in languages]
+
+
+def by_name(value: object) -> str:
+    return value.name if isinstance(value, Path) else str(value)
+
+
+# ------------------------------------------------------------------ sessions
+
+
+@dataclass(frozen=True)
+class Session:
+    """A command line of a page and what the page says it prints."""
+
+    page: Path
+    command: str
+    printed: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}: {self.command}"
+
+
+def sessions(page: Path) -> list[Session]:
+    made = []
+    for block in blocks(page, "console", "text"):
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, _, printed = part.partition("\n")
+            made.append(Session(page, command, printed))
+    return [session for session in made if session.command.startswith("offbeat ")]
+
+
+SESSIONS = [session for page in PAGES for session in sessions(page)]
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=str)
+def test_a_session_prints_what_the_page_shows(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if session.page == ADD:
+        join_the_registry(monkeypatch)
+    with pytest.raises(SystemExit):
+        cli.main(shlex.split(session.command)[1:])
+    caught = capsys.readouterr()
+    assert caught.out + caught.err == session.printed
+
+
+def test_a_session_prints_the_same_in_a_process_of_its_own() -> None:
+    session = next(s for s in SESSIONS if s.command == "offbeat methods")
+    words = [sys.executable, "-m", *shlex.split(session.command)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == session.printed
+
+
+def test_every_command_is_shown_in_the_readme() -> None:
+    shown = {session.command.split()[1] for session in sessions(README)}
+    assert shown == {command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------ examples
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=by_name)
+def test_python_examples_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One session per page, as a reader would paste it, in a folder where it may write."""
+    (tmp_path / "tests" / "golden").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        run(block, namespace)
+    if page == ADD:
+        schedule = namespace["Unstashed"]().schedule(3)
+        golden = (tmp_path / "tests" / "golden" / "unstashed.txt").read_text()
+        table = schedule.table(4)
+        assert golden == f"{schedule}\n\n{table}\n\n{table.grid()}\n"
+
+
+def run(block: Block, namespace: dict[str, Any]) -> None:
+    text = "\n" * (block.line - 1) + block.text  # a traceback then names the page's own line
+    # Not with the __future__ imports of this file, which the reader does not have.
+    exec(compile(text, str(block.page), "exec", dont_inherit=True), namespace)
+
+
+# ------------------------------------------------------------------ the worked example
+
+
+def worked_example() -> type[Method]:
+    namespace: dict[str, Any] = {"__name__": "unstashed"}
+    run(blocks(ADD, "python")[0], namespace)
+    made: type[Method] = namespace["Unstashed"]
+    assert issubclass(made, Method)
+    return made
+
+
+def join_the_registry(monkeypatch: pytest.MonkeyPatch) -> type[Method]:
+    made = worked_example()
+    for module in (methods, cli):
+        monkeypatch.setattr(module, "METHODS", (*METHODS, made))
+    return made
+
+
+def added(diff: Block) -> str:
+    lines = diff.text.splitlines()
+    return "\n".join(line[1:].strip() for line in lines if line.startswith("+"))
+
+
+def test_the_worked_example_equals_the_oracle_of_its_case() -> None:
+    made = worked_example()
+    *_, case_diff = blocks(ADD, "diff")
+    known = {**vars(test_oracles), "Unstashed": made}
+    case = eval(f"{{{added(case_diff)}}}", known)["unstashed"]
+    assert case.oracle is oracles.current
+    for stages in (1, 2, 3, 4):
+        test_oracles.compare(
+            case.method(stages), case.oracle, stages, stages, OPTIMIZERS["momentum"],
+            **case.settings(stages),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+def test_the_worked_example_passes_the_checks_of_the_list(stages: int) -> None:
+    method = worked_example()()
+    schedule = method.schedule(stages)
+    schedule.table(5).check()
+    assert schedule.lags == method.lags(stages)
+    assert Schedule.parse(str(schedule)) == schedule
+    assert Table.parse(str(schedule.table(3))) == schedule.table(3)
+
+
+def test_the_worked_example_is_found_by_name_and_its_docstring_is_true(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = join_the_registry(monkeypatch)
+    assert methods.method_named("Unstashed") == made()
+    assert made.__doc__ is not None
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(verbose=False)
+    example = parser.get_doctest(made.__doc__, {"Unstashed": made}, "Unstashed", None, None)
+    assert example.examples
+    assert runner.run(example).failed == 0
+
+
+def test_diffs_fit_the_files_they_change() -> None:
+    """What a reader should find beside the new line is there today, in this order."""
+    registry = (ROOT / "src" / "offbeat" / "methods" / "__init__.py").read_text()
+    cases = Path(test_oracles.__file__).read_text()
+    for diff, text in zip(blocks(ADD, "diff"), (registry, registry, cases), strict=True):
+        kept = [line[1:] for line in diff.text.splitlines() if line.startswith(" ")]
+        assert "\n".join(kept) in text, f"{diff} does not fit its file"
+
+
+# ------------------------------------------------------------------ tables
+
+
+def table_after(page: Path, head: str) -> str:
+    """The table of a page that begins with this line."""
+    text = page.read_text()
+    assert text.count(head) == 1, f"{page.name} has no table, or two, that begin with {head}"
+    return text[text.index(head) :].split("\n\n")[0]
+
+
+def as_table(head: str, rows: list[list[str]]) -> str:
+    rule = "|" + "---|" * (head.count("|") - 1)
+    return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def test_the_table_of_methods_is_the_registry() -> None:
+    head = "| name | lag | weight copies | backward rule | waits for | reference |"
+    rows = [
+        [
+            f"`{method.name}`",
+            method.lag_formula,
+            method.copies,
+            getattr(method, "backward", "-"),
+            method.waits_for,
+            method.reference,
+        ]
+        for method in (kind() for kind in METHODS)
+    ]
+    expected = as_table(head, rows)
+    assert table_after(README, head) == expected, f"paste this into the README:\n{expected}"
+
+
+def test_the_table_of_costs_is_read_off_the_schedules() -> None:
+    head = (
+        "| method | lag per stage | weight copies | held at stage 0 | arithmetic | speed-up"
+        " | with slow messages |"
+    )
+    rows = [
+        [
+            method.name,
+            " ".join(map(str, method.lags(4))),
+            method.copies,
+            held_at_stage_0(method),
+            "4/3" if method.rule == "recompute" else "1",
+            f"{timeline(method, 4).speed_up:.2f}",
+            f"{timeline(method, 4, costs=Costs(hop=0.5)).speed_up:.2f}",
+        ]
+        for method in (kind() for kind in METHODS)
+    ]
+    expected = as_table(head, rows)
+    assert table_after(CHOOSE, head) == expected, f"paste this into {CHOOSE.name}:\n{expected}"
+
+
+def held_at_stage_0(method: Method) -> str:
+    schedule = method.schedule(4)
+    held = most = 0
+    for action in schedule.table(20).order(0):
+        held += {"F": 1, "B": -1, "U": 0}[action.kind]
+        most = max(most, held)
+    what = "input" if method.rule == "recompute" else "graph"
+    part = f" of 1/{schedule.micro_batches} batch" if schedule.micro_batches > 1 else ""
+    return f"{most} {what}{'s' if most > 1 else ''}{part}"
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.name)
+def test_a_loss_is_late_by_the_lag_of_stage_0(kind: type[Method], stages: int) -> None:
+    """What the README says of ``step`` for two stages or more."""
+    method = kind()
+    assert method.schedule(stages).loss_delay == method.lags(stages)[0]
+
+
+def test_the_ratios_of_the_readme_are_those_of_the_results() -> None:
+    """Tokens stand in the README until there are results; afterwards the results do."""
+    results = BENCHMARK / "results.json"
+    ratios: dict[str, float] = {}
+    if results.exists():
+        ratios = json.loads(results.read_text())["median_ratio_to_plain_loop"]
+    head = "| backward rule | time over plain loop |"
+    rows = [
+        [f"`{rule}`", f"{ratios[rule]:.2f}" if ratios else f"@{rule.upper()}@"]
+        for rule in ("current", "stash", "recompute")
+    ]
+    expected = as_table(head, rows)
+    assert table_after(README, head) == expected, f"paste this into the README:\n{expected}"
+
+
+# ------------------------------------------------------------------ links and the picture
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_point_to_something(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), f"{page.name} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(found), f"{page.name} links to {target}: no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as GitHub makes them addresses."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_picture_is_drawn_by_its_script_and_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, out = ROOT / "docs" / "timelines.py", tmp_path / "timelines.png"
+    monkeypatch.setattr(sys, "argv", [str(script), "--out", str(out)])
+    runpy.run_path(str(script), run_name="__main__")
+    for picture in (out, script.with_suffix(".png")):
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert len(content) < 150_000

@@ -1,0 +1,104 @@
+"""The ledger: saved, loaded, merged, drawn and traced without losing a number."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from helpers import mlp, trained, vector_batches
+from offbeat.cli import main
+from offbeat.errors import ConfigurationError
+from offbeat.ledger import Entry, Ledger
+from offbeat.methods import StaleWeights
+from offbeat.timeline import measured_timeline
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return trained(mlp(), vector_batches(6), StaleWeights(), cuts=[2, 4]).ledger
+
+
+def same(one: Entry, other: Entry) -> bool:
+    both_nan = math.isnan(one.loss) and math.isnan(other.loss)
+    return one[:-1] == other[:-1] and (both_nan or one.loss == other.loss)
+
+
+def test_files_and_bytes_keep_every_entry(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.save(tmp_path / "run.jsonl")
+    for copy in (Ledger.load(tmp_path / "run.jsonl"), Ledger.from_bytes(ledger.to_bytes())):
+        assert len(copy) == len(ledger) == 3 * 3 * 6
+        assert all(map(same, copy, ledger))
+
+
+def test_merging_shifts_clocks_and_sorts() -> None:
+    one, other = Ledger(), Ledger()
+    one.record("F", 0, 0, 0, 10.0, 11.0)
+    one.record("B", 0, 0, 0, 13.0, 14.0)
+    other.record("F", 1, 0, 0, 101.0, 102.0, 0.5)
+    merged = Ledger.merged([one, other], [0.0, -90.0])
+    assert [(e.stage, e.kind, e.end_s) for e in merged] == [
+        (0, "F", 11.0), (1, "F", 12.0), (0, "B", 14.0),
+    ]  # fmt: skip
+
+
+def test_a_measured_timeline_is_arithmetic() -> None:
+    ledger = Ledger()
+    ledger.record("F", 0, 0, 0, 5.0, 6.0)
+    ledger.record("F", 1, 0, 0, 6.0, 7.0)
+    ledger.record("B", 1, 0, 0, 7.0, 9.0)
+    ledger.record("U", 1, 0, 1, 9.0, 9.0)
+    found = measured_timeline(ledger)
+    assert found.duration == 4.0
+    assert found.busy_share == pytest.approx(4 / 8)
+    assert found.speed_up == pytest.approx(1.0)
+    with pytest.raises(ConfigurationError, match="the ledger is empty"):
+        measured_timeline(Ledger())
+
+
+def test_the_command_line_draws_a_saved_run(
+    ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    ledger.save(path)
+    with pytest.raises(SystemExit) as ended:
+        main(["timeline", "--measured", str(path), "--json"])
+    assert ended.value.code in (0, None)
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["spans"]) == len(ledger)
+    assert 0 < found["busy_share"] <= 1
+    with pytest.raises(SystemExit):
+        main(["timeline", "--measured", str(path)])
+    assert "busy share" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--measured", "no-such-file"], "no-such-file cannot be read: No such file"),
+        (["--measured", __file__], "line 1: not an entry of a ledger"),
+        ([], "give either a METHOD or --measured FILE"),
+        (["dsp", "--measured", "x"], "give either a METHOD or --measured FILE"),
+    ],
+)
+def test_mistakes_get_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["timeline", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_trace_has_a_row_per_stage_and_microseconds(ledger: Ledger) -> None:
+    trace = json.loads(json.dumps(ledger.chrome_trace()))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(ledger)
+    assert {event["tid"] for event in events} == {0, 1, 2}
+    assert min(event["ts"] for event in events) == 0.0
+    first = ledger[0]
+    assert events[0]["dur"] == pytest.approx((first.end_s - first.start_s) * 1e6)
+    losses = [event["args"]["loss"] for event in events if "loss" in event["args"]]
+    assert len(losses) == 6
