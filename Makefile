@@ -13,7 +13,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/digits.py
+	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py
 
 test: setup
 	$(BIN)/ruff check .

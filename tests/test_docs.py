@@ -106,7 +106,10 @@ def test_a_session_prints_the_same_in_a_process_of_its_own() -> None:
 
 def test_every_command_is_shown_in_the_readme() -> None:
     shown = {session.command.split()[1] for session in sessions(README)}
-    assert shown == {command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    known = {
+        command.callback.__name__ for command in cli.app.registered_commands if command.callback
+    }
+    assert shown == known
 
 
 # ------------------------------------------------------------------ examples
@@ -147,9 +150,11 @@ def worked_example() -> type[Method]:
 
 
 def join_the_registry(monkeypatch: pytest.MonkeyPatch) -> type[Method]:
+    """What the two lines of the page do, in every module that has read the list."""
     made = worked_example()
-    for module in (methods, cli):
-        monkeypatch.setattr(module, "METHODS", (*METHODS, made))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("offbeat") and vars(module).get("METHODS") is METHODS:
+            monkeypatch.setattr(module, "METHODS", (*METHODS, made))
     return made
 
 

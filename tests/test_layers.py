@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
         "optimizers",
         "faults",
     },
-    {"cut", "trainer", "checks", "evaluation", "processes"},
+    {"cut", "assembly", "trainer", "checks", "evaluation", "processes"},
     {"zoo", "report", "cli", "__main__"},
 ]
 TORCH_FREE = LAYERS[0]

@@ -373,6 +373,7 @@ def test_any_torch_optimizer(name: str) -> None:
         ({"method": PipeDream2BW(accumulate=2), "stages": 3}, "Give accumulate >= 3"),
         ({"clip": -1.0}, "clip=-1.0: give a positive norm"),
         ({"autocast": torch.float16}, "only torch.bfloat16"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer is a SGD: every stage makes"),
         ({"loss": 3}, "loss=3: give a function"),
         ({"loss": nn.Linear(4, 1)}, "the loss has parameters of its own"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS evaluates the loss again"),
@@ -443,6 +444,44 @@ def test_a_parameter_of_two_stages_is_refused() -> None:
         trainer_for(
             nn.Sequential(nn.ReLU(), nn.Sequential(shared), nn.Sequential(shared)), stages=2
         )
+
+
+@pytest.mark.parametrize("settings", [{"stages": 2}, {"cuts": [2]}, {"ppv": (1,)}])
+def test_a_module_used_twice_runs_twice(settings: dict[str, Any]) -> None:
+    """children() lists a repeated module once: the second use of an activation was lost."""
+    act = nn.Tanh()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 4), act).double()
+    batches = vector_batches(3)
+    expected, losses = plain_loop(model, batches)
+    trainer = trainer_for(model, **settings)
+    assert [float(trainer.step(x, y)) for x, y in batches] == losses  # type: ignore[arg-type]
+    assert_same_bits(trainer.state_dict(), expected.state_dict())
+    twice = nn.Linear(4, 4)
+    with pytest.raises(ConfigurationError, match="one parameter cannot belong to two"):
+        trainer_for(nn.Sequential(twice, nn.ReLU(), twice), cuts=[1])
+
+
+def test_an_asynchronous_method_without_stages_is_pointed_out() -> None:
+    with pytest.warns(UserWarning, match="StaleWeights over one stage is plain training"):
+        trainer_for(mlp(), StaleWeights())
+
+
+def test_one_batch_is_not_a_loader() -> None:
+    x, y = vector_batches(1)[0]
+    with pytest.raises(BatchError, match=r"give \[\(x, y\)\]"):
+        trainer_for(mlp()).evaluate((x, y))  # type: ignore[arg-type]
+
+
+def test_losses_owed_at_a_change_of_phase_come_with_the_next_flush() -> None:
+    hybrid = Phases((StaleWeights(), 5), (Synchronous(), None))
+    trainer = trainer_for(mlp(), hybrid, cuts=[2, 4])
+    returned = [trainer.step(x, y) for x, y in vector_batches(8)]
+    assert [loss is None for loss in returned] == [True] * 4 + [False] * 4
+    owed = trainer.flush()
+    measured = list(trainer.ledger.losses(2).values())
+    handed = [float(loss) for loss in returned if loss is not None]
+    assert [handed[0], *map(float, owed), *handed[1:]] == pytest.approx(measured, rel=1e-12)
 
 
 def test_only_sequential_models_can_be_cut() -> None:

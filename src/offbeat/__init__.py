@@ -39,6 +39,9 @@ _HOME = {
     ),
 }
 
+_MODULES = ("errors", "faults", "methods", "report", "timeline", "zoo")
+"""Modules that ``import offbeat`` is enough for."""
+
 if TYPE_CHECKING:
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.evaluation import Evaluation as Evaluation
@@ -69,6 +72,8 @@ __all__ = sorted([*_HOME, "__version__"])
 if not TYPE_CHECKING:  # a type checker reads the imports above, and so still finds misspelt names
 
     def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"offbeat.{name}")
         if name not in _HOME:
             raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
         return getattr(import_module(f"offbeat.{_HOME[name]}"), name)

@@ -1,5 +1,6 @@
 """What a trainer refuses, and in which words."""
 
+import warnings
 from zlib import crc32
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.errors import BatchError, ConfigurationError, unknown
-from offbeat.methods import Method, method_named
+from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.nest import Nest
+from offbeat.optimizers import OptimizerFactory
 from offbeat.stage import Loss
 
 
@@ -20,6 +22,30 @@ def checked_method(method: Method | str) -> Method:
             f"method={method!r}: give an object such as StaleWeights(), or its name as a string."
         )
     return method
+
+
+def checked_optimizer(optimizer: OptimizerFactory) -> OptimizerFactory:
+    if not callable(optimizer):
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}: every stage makes its own, so give a"
+            " function, as in optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+        )
+    return optimizer
+
+
+def warn_of_one_stage(method: Method, stages: int, asked: bool) -> None:
+    """Staleness needs stages: without any, an asynchronous method is plain training."""
+    if stages == 1 and not asked and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
+        warnings.warn(
+            f"{method.title} over one stage is plain training: say how many stages, as in stages=4"
+            " (stages=1 if you mean one).",
+            stacklevel=3,
+        )
+
+
+def check_loader(loader: object) -> None:
+    if isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader):
+        raise BatchError("evaluate() takes a loader of (x, y) pairs; for one batch give [(x, y)].")
 
 
 def checked_loss(loss: Loss) -> Loss:

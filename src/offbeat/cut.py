@@ -37,7 +37,7 @@ class Cut:
         """The same cut with its places decided by the cost of this batch's forward."""
         if self.places is not None:
             return self
-        costs = operation_counts(list(self.model.children()), batch)
+        costs = operation_counts([module for _, module in _layers(self.model)], batch)
         places = tuple(balanced_cuts(costs, self.stages))
         return Cut(self.model, self.stages, places, self.given)
 
@@ -47,9 +47,9 @@ class Cut:
         if self.stages == 1:
             return [self.model]
         assert self.places is not None
-        children = list(self.model.named_children())
-        ends = [0, *self.places, len(children)]
-        return [nn.Sequential(OrderedDict(children[start:end])) for start, end in pairwise(ends)]
+        layers = _layers(self.model)
+        ends = [0, *self.places, len(layers)]
+        return [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(ends)]
 
 
 def plan_cut(
@@ -109,7 +109,7 @@ def _cut_module(
             " nn.Sequential run one after the other. Pass an nn.Sequential, or a list of modules,"
             " one per stage."
         )
-    children = list(model.children())
+    children = [module for _, module in _layers(model)]
     if wanted > len(children):
         raise ConfigurationError(
             f"{wanted} stages, but the model has {len(children)} layers (children of its"
@@ -119,6 +119,11 @@ def _cut_module(
         return Cut(model, wanted, None)
     places = given if cuts is not None else _places_of_ppv(children, given)
     return Cut(model, wanted, _checked(places, len(children)))
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of an nn.Sequential as it runs them: children() would drop repeated ones."""
+    return [(name, module) for name, module in model._modules.items() if module is not None]
 
 
 def _checked(cuts: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -161,7 +166,7 @@ def _places_of_ppv(children: Sequence[nn.Module], ppv: Sequence[int]) -> list[in
 
 def _refuse_shared_parameters(cut: Cut) -> None:
     if cut.places is None:
-        parts = list(cut.model.named_children())
+        parts = _layers(cut.model)
     else:
         parts = [(f"stage {k}", module) for k, module in enumerate(cut.modules())]
     owner: dict[int, tuple[str, str]] = {}

@@ -107,8 +107,8 @@ class Ledger:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
         except (ValueError, TypeError) as error:
             raise ConfigurationError(
-                f"{path}, line {len(ledger) + 1}: not an entry of a ledger ({error}). Give a file written by"
-                " trainer.ledger.save(...)."
+                f"{path}, line {len(ledger) + 1}: not an entry of a ledger ({error}). Give a file"
+                " written by trainer.ledger.save(...)."
             ) from None
         return ledger
 

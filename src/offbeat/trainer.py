@@ -9,20 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import checks, nest
-from offbeat.cut import Model, outputs_of, plan_cut
+from offbeat.assembly import Recipe
+from offbeat.cut import Model, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
-from offbeat.heads import default_head
 from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
-from offbeat.optimizers import OptimizerFactory, SchedulerFactory, attach_optimizers
+from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.processes import Processes, processes_launched
-from offbeat.rng import seed_for, seeded
 from offbeat.schedule import Schedule
-from offbeat.stage import Loss, Stage
+from offbeat.stage import Loss
 from offbeat.transport import Key, Transport
 from offbeat.transport.memory import Memory
 from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
@@ -92,17 +91,16 @@ class Trainer:
         method = checks.checked_method(method)
         self._phases = deque(method.phases())
         self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
+        asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
+        checks.warn_of_one_stage(method, self._cut.stages, asked)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
         self._device = checks.device_of(self._cut.model)
-        self._loss = checks.checked_loss(loss)
-        self._optimizer = optimizer
-        self._scheduler = scheduler
         self._clip = checks.checked_clip(clip)
-        self._autocast = checks.checked_autocast(autocast)
         self._faults = faults
         self._interleaving: Choose = updates_last
         self._workers: list[Worker] = []
         self._awaited: deque[range] = deque()
+        self._owed: list[Tensor] = []
         self._next_batch = 0
         self._step = 0
         self._step_in_fill = 0
@@ -110,13 +108,20 @@ class Trainer:
         self._evaluations = 0
         self._stopped: str | None = None
         self._ledger = Ledger()
-        self._seed = torch.initial_seed() if seed is None else int(seed)
         self._processes: Processes | None = None
         self._transport: Transport = Memory()
         if checks.chosen_engine(engine, processes_launched()) == "processes":
             self._processes = Processes(self._cut.stages, self._device, timeout)
-            self._seed = self._processes.agree_on_setup(self._cut.model, method, seed)
+            seed = self._processes.agree_on_setup(self._cut.model, method, seed)
             self._transport = self._processes.transport
+        self._recipe = Recipe(
+            loss=checks.checked_loss(loss),
+            optimizer=checks.checked_optimizer(optimizer),
+            scheduler=scheduler,
+            autocast=checks.checked_autocast(autocast),
+            device=self._device,
+            seed=torch.initial_seed() if seed is None else seed,
+        )
         if self._cut.places is not None and not self._needs_heads:
             self._build(None)
 
@@ -199,7 +204,8 @@ class Trainer:
                 worker.pending += self._schedule.drain(worker.stage.index, self._step_in_fill)
             self._run()
             self._step_in_fill = 0
-            return [self._take_loss() for _ in range(len(self._awaited))]
+            owed, self._owed = self._owed, []
+            return owed + [self._take_loss() for _ in range(len(self._awaited))]
 
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
@@ -223,7 +229,7 @@ class Trainer:
     def _enter_next_phase(self) -> None:
         updates = self._phases[0][1]
         if updates is not None and self._steps_in_phase >= updates:
-            self.flush()
+            self._owed = self.flush()  # handed out by the user's own flush
             self._phases.popleft()
             self._steps_in_phase = 0
 
@@ -286,7 +292,8 @@ class Trainer:
         Training goes on afterwards as if nothing had happened.
         """
         self._refuse_if_stopped()
-        score = Score(self._loss)
+        checks.check_loader(loader)
+        score = Score(self._recipe.loss)
         with self._stopping_on_error(), _evaluation_mode(self.model), torch.no_grad():
             for number, (x, y) in enumerate(loader):
                 checks.check_devices([x, y], self._device)
@@ -337,52 +344,22 @@ class Trainer:
         return self.stages > 1 and any(isinstance(phase, DGL) for phase, _ in self._phases)
 
     def _build(self, batch: Nest) -> None:
-        """Makes the stages of this process; some need the first batch to know how."""
+        """Makes the workers of this process; some need the first batch to know how."""
         self._cut = self._cut.weighed(batch)
         modules = self._cut.modules()
-        heads = self._make_heads(modules, batch)
-        for index, (module, head) in enumerate(zip(modules, heads, strict=True)):
-            if self._processes is not None and index != self._processes.rank:
-                continue
-            has_loss = head is not None or index == len(modules) - 1
-            stage = Stage(
-                index,
-                module,
-                seed=self._seed,
-                device=self._device,
-                loss=self._loss if has_loss else None,
-                head=head,
-                autocast=self._autocast,
+        heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
+        here = range(self.stages) if self._processes is None else [self._processes.rank]
+        self._workers = [
+            Worker(
+                stage,
+                self.stages,
+                self._transport,
+                self._ledger,
+                clip=self._clip,
+                faults=self._faults,
             )
-            attach_optimizers(stage, self._optimizer, self._scheduler)
-            self._workers.append(
-                Worker(
-                    stage,
-                    self.stages,
-                    self._transport,
-                    self._ledger,
-                    clip=self._clip,
-                    faults=self._faults,
-                )
-            )
-
-    def _make_heads(self, modules: Sequence[nn.Module], batch: Nest) -> list[nn.Module | None]:
-        if not self._needs_heads:
-            return [None] * len(modules)
-        method = next(phase for phase, _ in self._phases if isinstance(phase, DGL))
-        factory = method.head or default_head
-        outputs = outputs_of(modules, batch)
-        heads: list[nn.Module | None] = []
-        for index, activation in enumerate(outputs[:-1]):
-            # A state of its own, so that heads are the same however the stages are laid out.
-            with seeded(seed_for(self._seed, stage=index, micro_batch=-1), self._device):
-                head = factory(activation, outputs[-1])
-            if not isinstance(head, nn.Module):
-                raise ConfigurationError(
-                    f"DGL(head=...) returned a {type(head).__name__}: it must return an nn.Module."
-                )
-            heads.append(head)
-        return [*heads, None]
+            for stage in self._recipe.stages(modules, heads, here)
+        ]
 
     # ---------------------------------------------------------------- refusing
 

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from shutil import get_terminal_size
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from offbeat import __version__
 from offbeat.cli.options import (
     MOST_STAGES,
     AccumulateOption,
@@ -47,8 +48,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Asynchronous training for PyTorch: which stage does what, when, and how late.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offbeat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Asynchronous training for PyTorch: which stage does what, when, and how late."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
