@@ -51,7 +51,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             assert node.level == 0, f"{path}: write imports in full"
             if node.module == "offbeat":
-                found |= {f"offbeat.{alias.name}" for alias in node.names}
+                found |= {f"offbeat.{a.name}" for a in node.names if a.name != "__version__"}
             else:
                 found.add(node.module)
     return found

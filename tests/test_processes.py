@@ -176,6 +176,22 @@ def test_launch_returns_results_and_raises_the_first_error() -> None:
         offbeat.launch(jobs.ping, 0, 7)
 
 
+def test_launch_from_a_script(tmp_path: Path) -> None:
+    """A function of the script itself: sent by name, without running the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, offbeat\n"
+        "BACKEND = torch.backends.cudnn  # cannot be pickled\n"
+        "def job(n):\n    return n + 1, BACKEND is not None\n"
+        "if __name__ == '__main__':\n    print(offbeat.launch(job, 2, 4))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment(), capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[(5, True), (5, True)]", done.stderr
+
+
 def test_a_failing_worker_ends_all_and_shows_its_traceback() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="a fault was planned at 1B2"):
@@ -225,10 +241,11 @@ def script(tmp_path: Path) -> Path:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(),
                                   nn.Linear(12, 4))
-            trainer = offbeat.Trainer(
-                model, loss=nn.functional.cross_entropy, stages=3, timeout=30,
-                optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="stale-weights",
-            )
+            for method in ("pipedream", "stale-weights"):  # the first trainer is dropped unused
+                trainer = offbeat.Trainer(
+                    model, loss=nn.functional.cross_entropy, stages=3, timeout=30,
+                    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method=method,
+                )
             steps, pause = int(sys.argv[2]), float(sys.argv[3])
             for n in range(steps):
                 g = torch.Generator().manual_seed(n)

@@ -26,7 +26,8 @@ def default_head(activation: Nest, output: Nest) -> nn.Module:
     placed = {"device": activation.device, "dtype": output.dtype}
     if vectors:
         return _classifier(channels, classes).to(**placed)
-    sides = [math.ceil(side / 4) for side in activation.shape[2:]]
+    height, width = activation.shape[2:]
+    quarter = (math.ceil(height / 4), math.ceil(width / 4))
     convolutions: list[nn.Module] = []
     for _ in range(3):
         convolutions += [
@@ -35,12 +36,19 @@ def default_head(activation: Nest, output: Nest) -> nn.Module:
             nn.ReLU(),
         ]
     return nn.Sequential(
-        nn.AdaptiveAvgPool2d((sides[0], sides[1])),
+        _pool((height, width), quarter),
         *convolutions,
-        nn.AdaptiveAvgPool2d(2),
+        _pool(quarter, (2, 2)),
         nn.Flatten(),
         _classifier(4 * channels, classes),
     ).to(**placed)
+
+
+def _pool(given: tuple[int, int], wanted: tuple[int, int]) -> nn.Module:
+    """Average pooling to a size; the plain kind where it divides, which GPUs do alike each time."""
+    if given[0] % wanted[0] or given[1] % wanted[1]:
+        return nn.AdaptiveAvgPool2d(wanted)
+    return nn.AvgPool2d((given[0] // wanted[0], given[1] // wanted[1]))
 
 
 def _classifier(width: int, classes: int) -> nn.Sequential:

@@ -42,6 +42,8 @@ class Board:
 
     def stop(self) -> None:
         self._stop.set()
+
+    def join(self) -> None:
         self._thread.join(4 * _POLL_S)
 
     def _watch(self) -> None:

@@ -1,12 +1,16 @@
 """What a process started by ``offbeat.launch`` runs."""
 
+import importlib.util
+import operator
 import os
 import pickle
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +27,7 @@ def main() -> None:
     if size > 1:
         store = TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    function, args = pickle.loads((folder / "call").read_bytes())  # written by our own parent
+    function, args = _call(folder / "call")
     error: BaseException | None = None
     value = None
     try:
@@ -35,6 +39,20 @@ def main() -> None:
     aside.write_bytes(_safe((time.time(), error, value)))
     aside.rename(folder / f"result-{rank}")
     sys.exit(0 if error is None else 1)
+
+
+def _call(file: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    script, function, args = pickle.loads(file.read_bytes())  # written by our own parent
+    if script is None:
+        return function, args
+    # Not as __main__: what the script does when it is run must not happen here again.
+    spec = importlib.util.spec_from_file_location("__offbeat_main__", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["__offbeat_main__"] = module
+    spec.loader.exec_module(module)
+    return operator.attrgetter(function)(module), args
 
 
 def _safe(outcome: tuple[float, BaseException | None, object]) -> bytes:

@@ -53,8 +53,14 @@ def launch(
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call for the children: a function of the script they all belong to goes by its name."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    in_script = getattr(function, "__module__", None) == "__main__" and script is not None
+    name = getattr(function, "__qualname__", "")
     try:
-        data: bytes = dumps((function, args))
+        if in_script and "<" not in name:
+            return pickle.dumps((str(script), name, args))
+        data: bytes = dumps((None, function, args))
         return data
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigurationError(

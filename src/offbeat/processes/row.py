@@ -71,7 +71,9 @@ class Processes:
             stalled=self._board.everyone_waits_for,
         )
         self._board.watch(self.transport)
-        _OPEN.add(self)
+        _OPEN.append((self._board, self.transport))
+        # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
+        weakref.finalize(self, _say_goodbye, self._board, self.transport)
 
     # ---------------------------------------------------------------- agreeing
 
@@ -203,13 +205,14 @@ class Processes:
             self._board.report("".join(traceback.format_exception(error)))
         self.transport.fail(WorkerLost("this process failed earlier."))
 
-    def close(self, wait_s: float = 0.0) -> None:
-        self._board.stop()
-        self.transport.close(wait_s)
+
+_OPEN: list[tuple[Board, Edges]] = []
+"""Whose threads must have ended before the interpreter does."""
 
 
-_OPEN: "weakref.WeakSet[Processes]" = weakref.WeakSet()
-"""Those to say goodbye to at exit; the process group is one per process anyway."""
+def _say_goodbye(board: Board, edges: Edges) -> None:
+    board.stop()
+    edges.close()
 
 
 def describe(method: Method) -> str:
@@ -235,16 +238,18 @@ def _leave_at_exit() -> None:
 def _leave() -> None:
     """Ends the process group: after the others are done too, or at once when something failed."""
     error = getattr(sys, "last_value", None)
-    rows = list(_OPEN)
-    for row in rows:
-        if error is not None:
-            row.report(error)
-    if error is not None or any(row.transport.failed for row in rows):
+    if error is not None and not isinstance(error, WorkerLost):
+        for board, _ in _OPEN:
+            board.report("".join(traceback.format_exception(error)))
+    if error is not None or any(edges.failed for _, edges in _OPEN):
         # Threads may still wait inside gloo for processes that are ending too. Letting the
         # interpreter shut down around them aborts with a core dump instead of an exit code.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-    for row in rows:
-        row.close(wait_s=600.0)
+    for board, edges in _OPEN:
+        _say_goodbye(board, edges)
+    for board, edges in _OPEN:
+        board.join()
+        edges.close(wait_s=600.0)
     dist.destroy_process_group()
