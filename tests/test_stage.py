@@ -110,8 +110,9 @@ def test_stages_without_parameters(method: Method, empty: int) -> None:
     torch.manual_seed(0)
     stages: list[nn.Module] = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)]
     stages[empty] = nn.Flatten() if empty < 2 else Lambda(lambda x: x[:, :4])
-    trainer = trained(stages, vector_batches(6, dtype=torch.float32), method)
-    assert len(trainer.state_dict()) == 4
+    for clip in (None, 0.1):
+        trainer = trained(stages, vector_batches(6, dtype=torch.float32), method, clip=clip)
+        assert len(trainer.state_dict()) == 4
 
 
 def test_a_frozen_first_stage_gets_no_gradient_and_does_not_move() -> None:

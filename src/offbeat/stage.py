@@ -169,7 +169,7 @@ class Stage:
 
     def predict(self, given: Nest) -> Nest:
         """Runs the module alone, as it is: for evaluation."""
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), precision(self._device, self._autocast):
             return nest.replace(self.module(given), _without_holes)
 
     # ---------------------------------------------------------------- clipping
@@ -187,7 +187,10 @@ class Stage:
         Own norms alone clip per stage; every stage's, in order, give the bits of
         ``torch.nn.utils.clip_grad_norm_`` on the whole model.
         """
-        total = torch.linalg.vector_norm(torch.cat([norm for norm in norms if norm.numel()]))
+        found = [norm for norm in norms if norm.numel()]
+        if not found:  # a stage without parameters
+            return
+        total = torch.linalg.vector_norm(torch.cat(found))
         torch.nn.utils.clip_grads_with_norm_(self._trainable, max_norm, total)
 
     # ---------------------------------------------------------------- forward, in detail
@@ -208,7 +211,7 @@ class Stage:
 
     def _run(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:
         seed = seed_for(self._seed, stage=self.index, micro_batch=batch)
-        with seeded(seed, self._device), self._precision():
+        with seeded(seed, self._device), precision(self._device, self._autocast):
             output = self._call(given)
             if not nest.tensors(output):
                 raise StageError(
@@ -218,12 +221,6 @@ class Stage:
                 )
             loss = self._compute_loss(output, flight.target)
         return output, loss
-
-    def _precision(self) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        # The cache would keep the weights' casts across an update inside one context.
-        return torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False)
 
     def _call(self, given: Nest) -> Nest:
         """Calls the module so that a layer that writes in place spoils nobody's tensor.
@@ -315,6 +312,14 @@ class Stage:
             weight_bytes=storages.weight_bytes,
             in_flight_bytes=storages.other_bytes,
         )
+
+
+def precision(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:
+    """The context every forward runs in."""
+    if autocast is None:
+        return nullcontext()
+    # The cache would keep the weights' casts across an update inside one context.
+    return torch.autocast(device.type, dtype=autocast, cache_enabled=False)
 
 
 def _without_holes(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.processes import Processes, processes_launched
 from offbeat.schedule import Schedule
-from offbeat.stage import Loss
+from offbeat.stage import Loss, precision
 from offbeat.transport import Key, Transport
 from offbeat.transport.memory import Memory
 from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
@@ -301,7 +301,8 @@ class Trainer:
                 for worker in self._workers:
                     output = worker.predict(number, x)
                 if not self._workers:  # nothing is cut before the first batch has been weighed
-                    output = self.model(x)
+                    with precision(self._device, self._recipe.autocast):
+                        output = self.model(x)
                 if output is not None:
                     score.add(output, y)
             if self._processes is None or not self._workers:
