@@ -86,13 +86,10 @@ def train(
 ) -> Run:
     x, y, x_test, y_test = data
     trainer = build(method, seed)
-    copies = [0] * STAGES
     accuracy: list[tuple[int, float]] = []
     for epoch in range(epochs):
         for batch in batches(x, y, BATCH, seed=seed, epoch=epoch):
             trainer.step(*batch)
-            held = [stage.weight_copies for stage in trainer.memory()]
-            copies = list(map(max, copies, held))
             tick()
         if epoch == epochs - 1:
             trainer.flush()  # on the way the accuracy is read undrained, at the end drained
@@ -101,7 +98,7 @@ def train(
         name=name,
         method=str(method),
         lags=[max(trainer.ledger.lags(stage).values()) for stage in range(STAGES)],
-        weight_copies=copies,
+        weight_copies=[stage.peak_weight_copies for stage in trainer.memory()],
         accuracy=accuracy,
         ideal_speed_up=round(modelled(method, epochs * updates_per_epoch(data)).speed_up, 4),
     )
@@ -140,7 +137,7 @@ def modelled(method: Method, updates: int) -> Timeline:
 def tabulate(runs: Sequence[Run], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
-    heads = "lag\nper stage", "weight copies\nbetween steps", "test\naccuracy", "ideal\nspeed-up"
+    heads = "lag\nper stage", "weight copies\nper stage", "test\naccuracy", "ideal\nspeed-up"
     for column in heads:
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
