@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import namedtuple
+from collections import defaultdict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -419,6 +420,30 @@ def test_a_loss_that_is_no_scalar(loss: Any, found: str) -> None:
     with pytest.raises(StageError, match=f"it returned {found}. Reduce it"):
         trainer.step(*vector_batches(1)[0])
     assert_same_bits(trainer.state_dict(), before)
+
+
+def test_a_stage_that_hides_tensors_in_an_object() -> None:
+    @dataclass
+    class Hidden:
+        skip: Tensor
+
+    stages = [Lambda(lambda x: (x, Hidden(x))), Lambda(lambda given: given[0][:, :4])]
+    with pytest.raises(StageError, match="returned a Hidden, in which tensors could hide"):
+        trainer_for(stages).step(*vector_batches(1, dtype=torch.float32)[0])
+
+
+def test_any_kind_of_dict_travels() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return defaultdict(list, {"x": self.linear(x)})
+
+    torch.manual_seed(0)
+    stages = [Packed(), Lambda(lambda given: given["x"] + len(given["missing"]))]
+    trained(stages, vector_batches(4, dtype=torch.float32), StaleWeights())
 
 
 def test_an_error_says_where_it_happened() -> None:

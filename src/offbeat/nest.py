@@ -1,11 +1,14 @@
 """Nests: what may travel between stages: tensors in tuples, lists, dicts, with None and values."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Nest = Any
+_KNOWN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def tensors(nest: Nest) -> list[Tensor]:
@@ -24,8 +27,20 @@ def replace(nest: Nest, function: Callable[[Tensor], Any]) -> Nest:
     if isinstance(nest, (tuple, list)):
         return type(nest)(replace(part, function) for part in nest)
     if isinstance(nest, dict):
-        return type(nest)((key, replace(part, function)) for key, part in nest.items())
+        same = copy(nest)  # keeps what a kind of dict may carry beside its items
+        for key, part in nest.items():
+            same[key] = replace(part, function)
+        return same
     return nest
+
+
+def stranger(nest: Nest) -> Any:
+    """The first part that is neither tensor, container nor plain value: tensors could hide in it."""
+    if isinstance(nest, dict):
+        nest = tuple(nest.values())
+    if isinstance(nest, (tuple, list)):
+        return next((found for part in nest if (found := stranger(part)) is not None), None)
+    return None if nest is None or isinstance(nest, _KNOWN) else nest
 
 
 def split(nest: Nest, parts: int) -> list[Nest]:

@@ -220,6 +220,13 @@ class Stage:
                     " or a nest (tuple, list, dict) with at least one."
                 )
             loss = self._compute_loss(output, flight.target)
+        found = nest.stranger(output)
+        if found is not None:
+            raise StageError(
+                f"stage {self.index} ({_describe(self.module)}) returned a {type(found).__name__},"
+                " in which tensors could hide from the boundary between stages. Return tensors,"
+                " None, numbers and strings in tuples, lists and dicts."
+            )
         return output, loss
 
     def _call(self, given: Nest) -> Nest:
