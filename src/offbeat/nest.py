@@ -35,7 +35,7 @@ def replace(nest: Nest, function: Callable[[Tensor], Any]) -> Nest:
 
 
 def stranger(nest: Nest) -> Any:
-    """The first part that is neither tensor, container nor plain value: tensors could hide in it."""
+    """The first part that is neither tensor, container nor plain value; it may hide tensors."""
     if isinstance(nest, dict):
         nest = tuple(nest.values())
     if isinstance(nest, (tuple, list)):
