@@ -21,6 +21,7 @@ from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLos
 from offbeat.faults import Faults
 from offbeat.methods import (
     ADL,
+    DGL,
     DSP,
     METHODS,
     Method,
@@ -30,6 +31,7 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.nest import tensors
+from offbeat.processes.row import describe
 from offbeat.processes.wire import Arrival, pack
 from offbeat.transport import Key
 
@@ -143,6 +145,13 @@ def test_disagreements_are_named_with_both_values() -> None:
     }.items():
         with pytest.raises((ConfigurationError, BatchError), match=words):
             offbeat.launch(jobs.disagree, 2, what, timeout_s=60)
+
+
+def test_methods_are_described_alike_in_every_process() -> None:
+    phases = Phases((DGL(head=lambda activation, output: None), 3), (DSP(hop=1), None))
+    assert "0x" in str(phases)
+    assert "0x" not in describe(phases)
+    assert "DSP(backward=recompute, accumulate=1, lag=None, hop=1)" in describe(phases)
 
 
 def test_loaders_shuffled_differently_are_caught() -> None:

@@ -215,14 +215,14 @@ def _say_goodbye(board: Board, edges: Edges) -> None:
     edges.close()
 
 
-def describe(method: Method) -> str:
-    """A method in words that are the same in every process."""
-    settings = (
-        f"{field.name}={getattr(value, '__qualname__', value)}"
-        for field in fields(method)
-        for value in [getattr(method, field.name)]
-    )
-    return f"{type(method).__name__}({', '.join(settings)})"
+def describe(value: object) -> str:
+    """A method and its settings in words that are the same in every process."""
+    if isinstance(value, Method):
+        settings = (f"{f.name}={describe(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__name__}({', '.join(settings)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(describe, value))})"
+    return str(getattr(value, "__qualname__", value))  # a function's address differs
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
