@@ -187,8 +187,11 @@ Choose = Callable[[Sequence[Worker]], Worker]
 
 
 def updates_last(ready: Sequence[Worker]) -> Worker:
-    """Forwards, then backwards, then updates: an error leaves as few weights moved as can be."""
-    return min(ready, key=lambda worker: "FBU".index(worker.pending[0].kind))
+    """Forwards, then backwards, then updates: an error leaves as few weights moved as can be.
+
+    Deep stages go first: what the last ones have just computed is still in the cache.
+    """
+    return min(ready, key=lambda w: ("FBU".index(w.pending[0].kind), -w.stage.index))
 
 
 def shuffled(seed: int) -> Choose:
