@@ -44,7 +44,7 @@ class Processes:
 
     def __init__(self, stages: int, device: torch.device, timeout_s: float) -> None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         _leave_at_exit()
         self._device = device
         self.rank = dist.get_rank()
@@ -59,7 +59,8 @@ class Processes:
         self._group = _new_group(everyone)
         # Every process makes every group, in the same order: that is how groups find each other.
         pairs = [(k, k + 1) for k in range(stages - 1)]
-        groups = {edge: _new_group(sorted(edge)) for a, b in pairs for edge in ((a, b), (b, a))}
+        edges = [edge for a, b in pairs for edge in ((a, b), (b, a))]
+        groups = {edge: _new_group(sorted(edge)) for edge in edges}
         self._board = Board(self.rank, self.size, self._group.group_name)
         self.transport = Edges(
             self.rank,
@@ -226,6 +227,7 @@ def describe(value: object) -> str:
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    # gloo applies the time-out of a group's making to every later receive, so it cannot be short.
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_FOREVER, backend="gloo")
     return group
 

@@ -1,0 +1,148 @@
+"""Any process of a run may be killed: the others end by themselves, soon, and say why.
+
+The rows of processes are started by ``kill_job.py``, which ends nobody: unlike under torchrun or
+``offbeat.launch`` no launcher cleans up behind the one that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offbeat
+
+SIGNALS = [int(signal.SIGKILL), int(signal.SIGTERM), int(signal.SIGSEGV)]
+LATEST_S = {"training": 0.1, "evaluation": 0.06, "saving": 0.02}
+"""A kill comes at random up to this long after its phase has begun."""
+WORDS = {
+    "training": r"WorkerLost: the connection to rank \d broke",
+    "evaluation": r"WorkerLost: the connection to rank \d broke",
+    # While state is shared, gloo's own words are shown.
+    "saving": r"WorkerLost: |Connection (closed|reset) by peer|Broken pipe",
+}
+
+
+def environment() -> dict[str, str]:
+    paths = [str(Path(offbeat.__file__).parents[1]), str(Path(__file__).parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def run_plans(plans: list[dict[str, Any]], folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+    job = Path(__file__).parent / "kill_job.py"
+    done = subprocess.run(
+        [sys.executable, str(job), str(folder), json.dumps(plans)],
+        env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_all_ended(report: dict[str, Any], words: str) -> None:
+    plan = report["plan"]
+    assert report["left_behind"] == [], plan
+    for rank, ((code, _), text) in enumerate(zip(report["ends"], report["texts"], strict=True)):
+        if rank == plan["rank"]:
+            assert code == -plan["signal"], (plan, text)
+        else:
+            assert code is not None, f"rank {rank} did not end: {plan}\n{text}"
+            assert code != 0, (plan, rank, text)
+            assert re.search(words, text), (plan, rank, text)
+
+
+@pytest.mark.timeout(300)
+def test_twenty_random_kills_end_every_process_with_words(tmp_path: Path) -> None:
+    draw = random.Random(20)
+    plans = []
+    for number in range(20):
+        phase = list(LATEST_S)[number % 3]
+        delay_s = draw.uniform(0, LATEST_S[phase])
+        plans.append(
+            {
+                "rank": draw.randrange(3),
+                "signal": draw.choice(SIGNALS),
+                "phase": phase,
+                "delay_s": delay_s,
+                "limit_s": 30.0,
+            }
+        )
+    reports = run_plans(plans, tmp_path, timeout_s=280)
+    assert len(reports) == 20
+    assert {report["plan"]["rank"] for report in reports} == {0, 1, 2}
+    for report in reports:
+        assert_all_ended(report, WORDS[report["hit"]])
+    # A slow machine may be a phase late; most kills come where they were meant to.
+    hits = Counter(report["hit"] == report["plan"]["phase"] for report in reports)
+    assert hits[True] > 10, hits
+
+
+@pytest.mark.timeout(240)
+def test_a_process_that_dies_before_all_have_joined_is_missed(tmp_path: Path) -> None:
+    """Nobody was connected yet: the others wait as long as init_process_group was told to."""
+    words = r"[Tt]imed out|wait timeout"
+    plans = [
+        {
+            "rank": rank,
+            "signal": signal.SIGKILL,
+            "phase": phase,
+            "delay_s": None,
+            "join_s": 3.0,
+            "limit_s": 60.0,
+        }
+        for rank, phase in ((0, "joining"), (2, "joining"), (1, "agreeing"))
+    ]
+    for report in run_plans(plans, tmp_path, timeout_s=220):
+        assert_all_ended(report, words)
+
+
+def children_of(parent: int) -> dict[int, int]:
+    """Process numbers of the ranks that torchrun started."""
+    listing = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
+    )
+    found: dict[int, int] = {}
+    for pid in map(int, listing.stdout.split()):
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
+        found |= dict.fromkeys(ranks, pid)
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_a_kill_under_torchrun_ends_the_run_and_names_rank_and_signal(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            from kill_job import train
+
+            train(lambda phase: print(phase, flush=True), None)
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with subprocess.Popen(
+        [*command, "--nproc-per-node", "3", str(script)], env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as run:  # fmt: skip
+        assert run.stdout is not None
+        for line in run.stdout:
+            if "evaluation" in line:
+                break
+        workers = children_of(run.pid)
+        assert set(workers) == {0, 1, 2}
+        os.kill(workers[1], signal.SIGKILL)
+        _, text = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert re.search(r"(?s)rank +: 1 .*SIGKILL|Signal 9 \(SIGKILL\)", text), text
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
