@@ -1,7 +1,6 @@
 """What every process runs: trainers one after the other, one per method and slow-down."""
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,13 +90,9 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output[:, :CLASSES], target)
 
 
-def time_all(
-    stages: int, work: Work, runs: Sequence[Run], realtime: bool = False
-) -> list[dict[str, Any]]:
+def time_all(stages: int, work: Work, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Times every run, in this process together with its neighbours."""
     _import_all()
-    if realtime:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     found = []
     for number, run in enumerate(runs, 1):
         rank, measured = time_run(stages, work, run)

@@ -14,7 +14,7 @@ from offbeat.methods import Method
 from offbeat.table import Action, Table
 
 FORWARD, RECOMPUTE, BACKWARD = 1.0, 1.0, 2.0
-_LONG_RUN_STEPS = 6000
+_LONG_RUN_STEPS = 3000
 
 
 def step_time(

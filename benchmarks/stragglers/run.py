@@ -55,7 +55,7 @@ def plan_runs(name: str, seed: int, steps: int) -> list[Run]:
             probability=PROBABILITY,
             seed=seed,
             first=2 + 2 * method.schedule(STAGES).fill_steps,
-            steps=timed if by else min(timed, max(1, steps // 4)),
+            steps=timed if by else min(timed, max(1, steps // 2)),
         )
         for by in (0.0, *SLOWDOWNS)
     ]
@@ -66,7 +66,7 @@ def measure(work: Work, setting: argparse.Namespace) -> list[dict[str, Any]]:
 
     def one(name: str, seed: int) -> list[dict[str, Any]]:
         runs = plan_runs(name, seed, setting.steps)
-        (measured, *_) = offbeat.launch(time_all, STAGES, STAGES, work, runs, setting.realtime)
+        (measured, *_) = offbeat.launch(time_all, STAGES, STAGES, work, runs)
         return [
             {
                 "method": name,
@@ -182,9 +182,6 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, default=None, help="seeds measured side by side")
     parser.add_argument("--forward-ms", type=float, default=20.0, help="sleeping: one forward")
     parser.add_argument("--layers", type=int, default=12, help="real: linear layers per stage")
-    parser.add_argument(
-        "--realtime", action="store_true", help="outrank other work on this machine (needs root)"
-    )
     parser.add_argument("--table", action="store_true", help="print the table of a stored result")
     arguments = parser.parse_args()
     sleeps = arguments.compute == "sleep"
@@ -214,7 +211,10 @@ def main() -> None:
     work, start = work_of(arguments), time.perf_counter()
     before = environment()
     print(f"{work}\n{before}\n{arguments}", flush=True)
-    rows = with_increases(measure(work, arguments))
+    rows = measure(work, arguments)
+    duration_s = round(time.perf_counter() - start, 1)
+    arguments.out.write_text(json.dumps(rows))  # the models below take a minute
+    rows = with_increases(rows)
     result = {
         "setting": {
             "stages": STAGES,
@@ -223,8 +223,7 @@ def main() -> None:
             "methods": {name: repr(method) for name, method in METHODS.items()},
             "seeds": arguments.seeds,
             "parallel": arguments.parallel,
-            "realtime": arguments.realtime,
-            "duration_s": round(time.perf_counter() - start, 1),
+            "duration_s": duration_s,
         },
         "environment": before,
         "summary": summary(rows),
