@@ -1,8 +1,9 @@
 """Neighbouring processes joined by one communicator per direction, each served by a thread.
 
 Sending puts a parcel into a queue; a thread per edge writes it out. Another thread per edge always
-has its next receive posted, so messages arrive while the worker computes. A message for a stage
-further away is passed on by the threads in between.
+has its next receive posted, so messages arrive while the worker computes. Between processes of one
+host large tensors lie in shared memory and only headers are written. A message for a stage further
+away is passed on by the threads in between.
 """
 
 import queue
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, WorkerLost
+from offbeat.processes.shared import Arena, Window
 from offbeat.processes.wire import HEADER_BYTES, Arrival, Parcel, pack
 from offbeat.transport import Key
 
@@ -62,22 +64,23 @@ class _Incoming(threading.Thread):
         self,
         peer: int,
         group: dist.ProcessGroup,
+        window: Window | None,
         deliver: Callable[[Arrival], None],
         failed: Callable[..., None],
     ) -> None:
         super().__init__(daemon=True, name=f"offbeat-from-{peer}")
-        self._peer, self._group = peer, group
+        self._peer, self._group, self._window = peer, group, window
         self._deliver, self._failed = deliver, failed
         self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
 
     def run(self) -> None:
         try:
             while (header := self._read_header()) is not None:
-                arrival = Arrival(header)
+                arrival = Arrival(header, self._window)
                 for buffer in arrival.buffers:
                     self._read(buffer)
                 self._deliver(arrival)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._failed(self._peer, error)
 
     def _read_header(self) -> bytes | None:
@@ -109,6 +112,7 @@ class Edges:
         device: torch.device,
         timeout_s: float,
         ranks: list[int],
+        pids: dict[int, int],
         stalled: Callable[[], str],
     ) -> None:
         self._stage = stage
@@ -122,11 +126,17 @@ class Edges:
         self._closing = False
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
+        # Neighbours on this host, by stage: what is sent to them goes through shared memory.
+        self._arenas = {other: Arena() for other in pids}
         for other in (stage - 1, stage + 1):
             if 0 <= other < stages:
                 self._out[other] = _Outgoing(ranks[other], groups[stage, other], self._edge_failed)
                 self._in[other] = _Incoming(
-                    ranks[other], groups[other, stage], self._deliver, self._edge_failed
+                    ranks[other],
+                    groups[other, stage],
+                    Window(pids[other]) if other in pids else None,
+                    self._deliver,
+                    self._edge_failed,
                 )
         for thread in (*self._out.values(), *self._in.values()):
             thread.start()
@@ -137,7 +147,7 @@ class Edges:
         if key.to == self._stage:
             self._put(key, message)
         else:
-            self._forward(key, pack(key, message))
+            self._post(key, message)
 
     def arrived(self, key: Key) -> bool:
         with self._changed:
@@ -193,7 +203,7 @@ class Edges:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def _edge_failed(self, peer: int, error: RuntimeError) -> None:
+    def _edge_failed(self, peer: int, error: RuntimeError | OSError) -> None:
         if self._closing:
             return
         reason = str(error).splitlines()[0]
@@ -215,11 +225,12 @@ class Edges:
         if arrival.key.to == self._stage:
             self._put(arrival.key, arrival.message(self._device))
         else:
-            self._forward(arrival.key, pack(arrival.key, arrival.message(torch.device("cpu"))))
+            self._post(arrival.key, arrival.message(torch.device("cpu")))
 
-    def _forward(self, key: Key, parcel: Parcel) -> None:
+    def _post(self, key: Key, message: Any) -> None:
+        """Sends a message on its way: to its receiver, or to the neighbour that passes it on."""
         towards = self._stage + (1 if key.to > self._stage else -1)
-        self._out[towards].parcels.put(parcel)
+        self._out[towards].parcels.put(pack(key, message, self._arenas.get(towards)))
 
     def close(self, wait_s: float = 0.0) -> None:
         """Says goodbye to the neighbours once everything is sent; waits for theirs if asked to."""

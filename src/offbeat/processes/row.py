@@ -25,6 +25,7 @@ from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
 from offbeat.methods import Method
 from offbeat.nest import Nest
+from offbeat.processes import shared
 from offbeat.processes.board import Board
 from offbeat.processes.edges import Edges
 from offbeat.transport import Key
@@ -69,12 +70,25 @@ class Processes:
             device=device,
             timeout_s=timeout_s,
             ranks=everyone,
+            pids=self._neighbours_here(),
             stalled=self._board.everyone_waits_for,
         )
         self._board.watch(self.transport)
         _OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
+
+    def _neighbours_here(self) -> dict[int, int]:
+        """Process numbers of the neighbours that share memory with this process, both ways."""
+        addresses = self.exchange("address", shared.address())
+        mine = addresses[self.rank]
+        seen = [shared.reachable(mine, theirs) for theirs in addresses]
+        seen_by = self.exchange("seen", seen)
+        return {
+            other: addresses[other]["pid"]
+            for other in (self.rank - 1, self.rank + 1)
+            if 0 <= other < self.size and seen[other] and seen_by[other][self.rank]
+        }
 
     # ---------------------------------------------------------------- agreeing
 

@@ -1,8 +1,9 @@
 """What a message looks like on the wire: a small typed header, then raw tensor bytes.
 
-The header is JSON: the key, the shape of the nest, and for every tensor its type, sizes and
-strides. Nothing is unpickled, and any message may differ from the one before it. Strides travel, so
-that a layout such as channels-last arrives as it left. Small tensors ride inside the header.
+The header is JSON: the key, the shape of the nest, and for every tensor its type, sizes, strides
+and where its bytes are: inside the header (small ones), in memory that both processes see, or
+behind the header. Nothing is unpickled, and any message may differ from the one before it. Strides
+travel, so that a layout such as channels-last arrives as it left.
 """
 
 import json
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from offbeat.errors import StageError
 from offbeat.nest import is_dense
+from offbeat.processes.shared import Arena, Window
 from offbeat.transport import Key
 
 HEADER_BYTES = 4096
@@ -29,19 +31,19 @@ class Parcel:
     tensors: list[Tensor]
 
 
-def pack(key: Key, message: Any) -> Parcel:
-    """Describes a message; the tensors are not copied unless their memory has holes."""
-    metas: list[list[Any]] = []
+def pack(key: Key, message: Any, arena: Arena | None = None) -> Parcel:
+    """Describes a message. Tensors are copied into the arena, if there is one for this receiver."""
+    metas: list[dict[str, Any]] = []
     bodies: list[Tensor] = []
 
     def describe(part: Any) -> Any:
         if part is None or type(part) in _PLAIN:
             return {"v": part}
         if isinstance(part, Tensor):
-            flat, meta = _flatten(part)
+            meta, body = _place(part.detach(), part.requires_grad, arena)
             metas.append(meta)
-            if meta[-1] is None and flat.numel():
-                bodies.append(flat)
+            if body is not None:
+                bodies.append(body)
             return {"t": len(metas) - 1}
         if type(part) in (tuple, list):
             return {"p" if type(part) is tuple else "l": [describe(item) for item in part]}
@@ -57,23 +59,33 @@ def pack(key: Key, message: Any) -> Parcel:
     return Parcel(header, bodies)
 
 
-def _flatten(tensor: Tensor) -> tuple[Tensor, list[Any]]:
-    """The tensor's memory as one row of bytes, and the words to rebuild it."""
-    grad = tensor.requires_grad
-    tensor = tensor.detach().cpu()
+def _place(tensor: Tensor, grad: bool, arena: Arena | None) -> tuple[dict[str, Any], Tensor | None]:
+    """The words to rebuild a tensor, and its bytes where they follow the header."""
     if not is_dense(tensor):
         tensor = tensor.contiguous()
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    small = flat.numel() <= _INLINE_BYTES
-    inline = bytes(flat.tolist()).hex() if small else None
-    name = str(tensor.dtype).removeprefix("torch.")
-    return flat, [name, list(tensor.size()), list(tensor.stride()), grad, inline]
+    count = tensor.numel() * tensor.itemsize
+    meta: dict[str, Any] = {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "size": list(tensor.size()),
+        "stride": list(tensor.stride()),
+        "grad": grad,
+    }
+    shared = arena.room_for(count) if arena else None
+    if shared is not None:
+        meta["file"], room = shared
+        room.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()).copy_(tensor)
+        return meta, None
+    flat = tensor.cpu().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    if count <= _INLINE_BYTES:
+        meta["inline"] = bytes(flat.tolist()).hex()
+        return meta, None
+    return meta, flat
 
 
 class Arrival:
     """A message of which the header is here: buffers to receive into, then the message itself."""
 
-    def __init__(self, header: bytes) -> None:
+    def __init__(self, header: bytes, window: Window | None = None) -> None:
         words = json.loads(header)
         self.key = Key(*words["key"])
         self._nest = words["nest"]
@@ -81,21 +93,24 @@ class Arrival:
         self._flat: list[Tensor] = []
         self.buffers: list[Tensor] = []
         """Fresh for every message, so nothing that refers to an older one is overwritten."""
-        for dtype, size, _, _, inline in self._metas:
-            count = torch.Size(size).numel() * _dtype(dtype).itemsize
-            if inline is None and count:
+        for meta in self._metas:
+            count = torch.Size(meta["size"]).numel() * _dtype(meta["dtype"]).itemsize
+            if "inline" in meta:
+                flat = torch.tensor(list(bytes.fromhex(meta["inline"])), dtype=torch.uint8)
+            elif "file" in meta:
+                assert window is not None
+                flat = window.look(meta["file"], count)
+            else:
                 flat = torch.empty(count, dtype=torch.uint8)
                 self.buffers.append(flat)
-            else:
-                flat = torch.tensor(list(bytes.fromhex(inline or "")), dtype=torch.uint8)
             self._flat.append(flat)
 
     def message(self, device: torch.device) -> Any:
         """The nest, once the buffers are full."""
         tensors = []
-        for flat, (dtype, size, stride, grad, _) in zip(self._flat, self._metas, strict=True):
-            tensor = flat.view(_dtype(dtype)).as_strided(size, stride).to(device)
-            tensors.append(tensor.requires_grad_(grad))
+        for flat, meta in zip(self._flat, self._metas, strict=True):
+            tensor = flat.view(_dtype(meta["dtype"])).as_strided(meta["size"], meta["stride"])
+            tensors.append(tensor.to(device).requires_grad_(meta["grad"]))
         return _rebuild(self._nest, tensors)
 
 
