@@ -28,8 +28,18 @@ LAYERS: list[set[str]] = [
         "transport",
         "optimizers",
         "faults",
+        "averaging",
     },
-    {"cut", "assembly", "trainer", "checks", "evaluation", "processes"},
+    {
+        "cut",
+        "assembly",
+        "trainer",
+        "checks",
+        "evaluation",
+        "processes",
+        "replicas",
+        "sharding",
+    },
     {"zoo", "report", "cli", "__main__"},
 ]
 TORCH_FREE = LAYERS[0]

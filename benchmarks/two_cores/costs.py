@@ -109,7 +109,7 @@ def stage_pairs(workload: "Workload", finalists: list[int]) -> dict[int, list[fl
 
 
 def main() -> None:
-    os.sched_setaffinity(0, [0])
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     import torch
     from benchmarks.two_cores.models import WORKLOADS
 

@@ -31,11 +31,11 @@ class Turn:
     cpu_seconds: list[float]
     """Per batch and process: all its threads together; the rest of the time it waited."""
     foreign_share: float
-    """Of all cores, taken by others: near 0 on a quiet machine."""
+    """Of the cores that may be used, taken by others: near 0 on a quiet machine."""
 
 
 class Group:
-    """One contestant's processes: process i on core i, or one process on as many as threads."""
+    """One contestant: process i on the i-th core, or one process on as many as it has threads."""
 
     def __init__(self, variant: Variant, model: str, cuts: Sequence[int]) -> None:
         self.variant = variant
@@ -90,14 +90,14 @@ class Group:
     # ---------------------------------------------------------------- in detail
 
     def _start(self, rank: int, port: int, model: str, cuts: list[int]) -> subprocess.Popen[bytes]:
-        variant = self.variant
+        variant, cores = self.variant, sorted(os.sched_getaffinity(0))
         job = {
             "model": model,
             "kind": variant.kind,
             "cuts": cuts,
             "settings": variant.settings,
             "threads": variant.threads,
-            "cores": list(range(variant.threads)) if variant.processes == 1 else [rank],
+            "cores": cores[: variant.threads] if variant.processes == 1 else [cores[rank]],
         }
         environment = {**os.environ, "OMP_NUM_THREADS": str(variant.threads)}
         if variant.processes > 1:

@@ -20,9 +20,9 @@ class Watch:
         self._foreign = self._foreign_s()
 
     def foreign_share(self) -> float:
-        """The others' share of all cores since the start, stolen time included."""
+        """The others' share of the cores we may use since the start, stolen time included."""
         seconds = time.monotonic() - self._start
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         return max(0.0, (self._foreign_s() - self._foreign) / (seconds * cores))
 
     def _foreign_s(self) -> float:
@@ -30,9 +30,13 @@ class Watch:
 
 
 def _busy_s() -> float:
-    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    ticks = [int(word) for place, word in enumerate(words[:_GUEST]) if place not in _IDLE]
-    return sum(ticks) * _TICK_S
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *words = line.split()
+        if name in ours:
+            ticks += sum(int(w) for place, w in enumerate(words[:_GUEST]) if place not in _IDLE)
+    return ticks * _TICK_S
 
 
 def _own_s(process: int) -> float:

@@ -149,6 +149,7 @@ def environment() -> dict[str, Any]:
         names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(),
+        "pinned_to": sorted(os.sched_getaffinity(0))[:2],
         "python": platform.python_version(), "system": platform.platform(),
         "load_average_before": os.getloadavg()[0],
     }  # fmt: skip
@@ -181,7 +182,7 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = read_arguments()
     if len(os.sched_getaffinity(0)) < 2:
-        sys.exit("this benchmark pins processes to cores 0 and 1; only one core is available.")
+        sys.exit("this benchmark pins processes to two cores; only one is available.")
     # A polite end comes as an exception, so that no stopped process is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     variants = chosen_variants(arguments.only)
@@ -190,8 +191,10 @@ def main() -> None:
         results = json.loads(arguments.out.read_text())
     for model in arguments.models:
         results[model] = {"rounds": arguments.rounds, "lead": LEAD}
-        run_model(model, variants, arguments, results[model])
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        try:
+            run_model(model, variants, arguments, results[model])
+        finally:  # whatever ended it, what has been measured is kept
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
         say(f"\n{markdown(model, results[model])}\n")
         say("\n".join(claims(model, results[model])) + "\n")
     say(f"raw results: {arguments.out}")

@@ -28,9 +28,13 @@ class Recipe:
     seed: int
 
     def stages(
-        self, modules: Sequence[nn.Module], heads: Sequence[nn.Module | None], here: Iterable[int]
+        self,
+        modules: Sequence[nn.Module],
+        heads: Sequence[nn.Module | None],
+        here: Iterable[int],
+        replica: int,
     ) -> list[Stage]:
-        """The stages that run in this process."""
+        """The stages of one replica that run in this process."""
         made = []
         for index in here:
             has_loss = heads[index] is not None or index == len(modules) - 1
@@ -39,6 +43,7 @@ class Recipe:
                 modules[index],
                 seed=self.seed,
                 device=self.device,
+                replica=replica,
                 loss=self.loss if has_loss else None,
                 head=heads[index],
                 autocast=self.autocast,

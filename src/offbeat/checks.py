@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
+from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.methods import Asynchronous, Method, method_named
+from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory
 from offbeat.stage import Loss
@@ -22,6 +24,19 @@ def checked_method(method: Method | str) -> Method:
             f"method={method!r}: give an object such as StaleWeights(), or its name as a string."
         )
     return method
+
+
+def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averaging | None:
+    """How replicas are kept together; None where there is one and nobody asked."""
+    require_count("replicas", replicas)
+    if isinstance(averaging, str):
+        averaging = averaging_named(averaging)
+    if averaging is not None and not isinstance(averaging, Averaging):
+        raise ConfigurationError(
+            f"averaging={averaging!r}: give an object such as DaSGD(every=4, delay=1) from"
+            " offbeat.averaging, or the name of one that needs no settings."
+        )
+    return AllReduce() if averaging is None and replicas > 1 else averaging
 
 
 def checked_optimizer(optimizer: OptimizerFactory) -> OptimizerFactory:

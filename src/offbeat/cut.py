@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -40,6 +41,11 @@ class Cut:
         costs = operation_counts([module for _, module in _layers(self.model)], batch)
         places = tuple(balanced_cuts(costs, self.stages))
         return Cut(self.model, self.stages, places, self.given)
+
+    def copied(self) -> "Cut":
+        """The same cut of a copy of the model."""
+        model, given = deepcopy((self.model, self.given))
+        return Cut(model, self.stages, self.places, given)
 
     def modules(self) -> list[nn.Module]:
         if self.given is not None:

@@ -8,27 +8,45 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from offbeat.errors import ConfigurationError, ScheduleError
 from offbeat.table import Kind
 
 _NO_LOSS = float("nan")
 
+Event = Kind | Literal["S", "A", "M"]
+"""An action, or what happens to an average: it starts, has arrived, is merged."""
+
+NAMES: dict[Event, str] = {
+    "F": "forward",
+    "B": "backward",
+    "U": "update",
+    "S": "start of an average",
+    "A": "average under way",
+    "M": "merge",
+}
+
+
+_AVERAGES = 1_000_000
+"""Added to a stage's number: its averages' line in a trace."""
+
 
 class Entry(NamedTuple):
     """One action as it was carried out."""
 
-    kind: Kind
+    kind: Event
     stage: int
     batch: int
-    """Micro-batch, counted over the whole run; for ``U`` the update's number."""
+    """Micro-batch, counted over the whole run; for ``U`` the update's number, for an average the
+    version at which it was started."""
     version: int
     """``F``: the version read. ``B``: the newest when it ran. ``U``: the version written."""
     start_s: float
     end_s: float
     loss: float
     """The loss of this micro-batch where the stage has one, otherwise NaN."""
+    replica: int = 0
 
 
 class Ledger:
@@ -42,16 +60,18 @@ class Ledger:
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
         self._losses: array[float] = array("d")
+        self._replicas: array[int] = array("i")
 
     def record(
         self,
-        kind: Kind,
+        kind: Event,
         stage: int,
         batch: int,
         version: int,
         start_s: float,
         end_s: float,
         loss: float | None = None,
+        replica: int = 0,
     ) -> None:
         self._kinds.append(ord(kind))
         self._stages.append(stage)
@@ -60,6 +80,7 @@ class Ledger:
         self._starts.append(start_s)
         self._ends.append(end_s)
         self._losses.append(_NO_LOSS if loss is None else loss)
+        self._replicas.append(replica)
 
     @property
     def _columns(self) -> list[array[Any]]:
@@ -71,6 +92,7 @@ class Ledger:
             self._starts,
             self._ends,
             self._losses,
+            self._replicas,
         ]
 
     def to_bytes(self) -> bytes:
@@ -115,24 +137,33 @@ class Ledger:
     def chrome_trace(self) -> dict[str, Any]:
         """The run as a trace: save it as JSON and open it in Perfetto or chrome://tracing."""
         zero = min((entry.start_s for entry in self), default=0.0)
-        names = {"F": "forward", "B": "backward", "U": "update"}
         events: list[dict[str, Any]] = [
             {
                 "name": f"{entry.kind}{entry.batch}",
-                "cat": names[entry.kind],
+                "cat": NAMES[entry.kind],
                 "ph": "X",
                 "ts": (entry.start_s - zero) * 1e6,
                 "dur": (entry.end_s - entry.start_s) * 1e6,
-                "pid": 0,
-                "tid": entry.stage,
+                "pid": entry.replica,
+                # An average under way overlaps its stage's work, so it has a line of its own.
+                "tid": entry.stage if entry.kind != "A" else _AVERAGES + entry.stage,
                 "args": {"version": entry.version}
                 | ({} if math.isnan(entry.loss) else {"loss": entry.loss}),
             }
             for entry in self
         ]
+        for replica, stage, average in sorted(
+            {(entry.replica, entry.stage, entry.kind == "A") for entry in self}
+        ):
+            name = f"averages of stage {stage}" if average else f"stage {stage}"
+            line = _AVERAGES + stage if average else stage
+            events.append(
+                {"name": "thread_name", "ph": "M", "pid": replica, "tid": line,
+                 "args": {"name": name}}
+            )  # fmt: skip
         events += [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": k, "args": {"name": f"stage {k}"}}
-            for k in sorted({entry.stage for entry in self})
+            {"name": "process_name", "ph": "M", "pid": r, "args": {"name": f"replica {r}"}}
+            for r in sorted({entry.replica for entry in self})
         ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -154,31 +185,32 @@ class Ledger:
 
     def __getitem__(self, index: int) -> Entry:
         return Entry(
-            cast(Kind, chr(self._kinds[index])),
+            cast(Event, chr(self._kinds[index])),
             self._stages[index],
             self._batches[index],
             self._versions[index],
             self._starts[index],
             self._ends[index],
             self._losses[index],
+            self._replicas[index],
         )
 
     def __iter__(self) -> Iterator[Entry]:
         return (self[index] for index in range(len(self)))
 
-    def lags(self, stage: int) -> dict[int, int]:
+    def lags(self, stage: int, replica: int = 0) -> dict[int, int]:
         """Measured lag of every applied micro-batch of a stage, in updates."""
         read: dict[int, int] = {}
         waiting: list[int] = []
         lags: dict[int, int] = {}
         for entry in self:
-            if entry.stage != stage:
+            if (entry.stage, entry.replica) != (stage, replica):
                 continue
             if entry.kind == "F":
                 read[entry.batch] = entry.version
             elif entry.kind == "B":
                 waiting.append(entry.batch)
-            else:
+            elif entry.kind == "U":
                 for batch in waiting:
                     if batch not in read:
                         raise ScheduleError(f"the ledger has {stage}B{batch} without its forward.")
@@ -186,10 +218,27 @@ class Ledger:
                 waiting = []
         return lags
 
-    def losses(self, stage: int) -> dict[int, float]:
+    def losses(self, stage: int, replica: int = 0) -> dict[int, float]:
         """The loss of every micro-batch forwarded at a stage that has one (the last; DGL: all)."""
         return {
             entry.batch: entry.loss
             for entry in self
-            if entry.stage == stage and entry.kind == "F" and entry.loss == entry.loss
+            if (entry.stage, entry.replica, entry.kind) == (stage, replica, "F")
+            and entry.loss == entry.loss
         }
+
+    def waits(self, stage: int, replica: int = 0) -> dict[int, float]:
+        """Per average, by its number: the seconds for which a stage stood still to merge it.
+
+        0.0 where the average had arrived before it was wanted: communication hidden completely.
+        """
+        arrived: dict[int, float] = {}
+        waits: dict[int, float] = {}
+        for entry in self:
+            if (entry.stage, entry.replica) != (stage, replica):
+                continue
+            if entry.kind == "A":
+                arrived[entry.batch] = entry.end_s
+            elif entry.kind == "M" and entry.batch in arrived:
+                waits[entry.batch] = max(0.0, arrived[entry.batch] - entry.start_s)
+        return waits

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -49,6 +50,7 @@ class Stage:
         *,
         seed: int,
         device: torch.device,
+        replica: int = 0,
         loss: Loss | None = None,
         head: nn.Module | None = None,
         autocast: torch.dtype | None = None,
@@ -61,17 +63,18 @@ class Stage:
         self._loss = loss
         self._head = head
         self._seed = seed
+        self.replica = replica
         self._device = device
         self._autocast = autocast
-        modules = [module] if head is None else [module, head]
-        self.parameters = [p for m in modules for p in m.parameters()]
+        self.modules = [module] if head is None else [module, head]
+        self.parameters = [p for m in self.modules for p in m.parameters()]
         self._trainable = [p for p in self.parameters if p.requires_grad]
         self._flights: dict[int, _Flight] = {}
         self._peak = 0
         self._peak_versions = 1
         self._old: dict[int, list[Tensor]] = {}
         self._inputs_changed: bool | None = None
-        self._buffers = WrittenBuffers(modules)
+        self._buffers = WrittenBuffers(self.modules)
         self.follow("stash", in_flight=0)
 
     def follow(
@@ -167,10 +170,10 @@ class Stage:
         if self._rule == "stash" or self._kept_versions:
             self._peak_versions = max(self._peak_versions, len(alive | {self.version}))
 
-    def predict(self, given: Nest) -> Nest:
-        """Runs the module alone, as it is: for evaluation."""
+    def predict(self, given: Nest, state: dict[str, Tensor]) -> Nest:
+        """Runs the module alone with these weights and buffers: for evaluation."""
         with torch.no_grad(), precision(self._device, self._autocast):
-            return nest.replace(self.module(given), _without_holes)
+            return nest.replace(functional_call(self.module, state, (given,)), _without_holes)
 
     # ---------------------------------------------------------------- clipping
 
@@ -210,7 +213,7 @@ class Stage:
         return output, loss
 
     def _run(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:
-        seed = seed_for(self._seed, stage=self.index, micro_batch=batch)
+        seed = seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
         with seeded(seed, self._device), precision(self._device, self._autocast):
             output = self._call(given)
             if not nest.tensors(output):

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from statistics import fmean
+from typing import cast
 
 from offbeat.errors import ConfigurationError
 from offbeat.ledger import Ledger
 from offbeat.methods.base import Method
 from offbeat.schedule import Schedule
-from offbeat.table import Action, Span
+from offbeat.table import Action, Kind, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +126,18 @@ def timeline(
 
 
 def measured_timeline(ledger: Ledger) -> Timeline:
-    """A run as it happened, in seconds from its first action.
+    """A run as it happened, in seconds from its first action; of several replicas the first.
 
     The speed-up is the work of all stages over the time they took together: what one device would
     have needed, had it been as fast at each of them.
     """
-    entries = list(ledger)
+    entries = [e for e in ledger if e.replica == 0 and e.kind in ("F", "B", "U")]
     if not entries:
         raise ConfigurationError("the ledger is empty: there is no run to draw.")
     zero = min(entry.start_s for entry in entries)
     spans = tuple(
-        Span(Action(e.stage, e.kind, e.batch), e.start_s - zero, e.end_s - zero) for e in entries
+        Span(Action(e.stage, cast(Kind, e.kind), e.batch), e.start_s - zero, e.end_s - zero)
+        for e in entries
     )
     stages = 1 + max(entry.stage for entry in entries)
     duration = max(span.end for span in spans)

@@ -1,17 +1,20 @@
 """The trainer: the one object a user drives."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat import checks, nest
 from offbeat.assembly import Recipe
+from offbeat.averaging import Averaging
+from offbeat.averaging.engine import Averager
 from offbeat.cut import Model, plan_cut
-from offbeat.errors import BatchError, ConfigurationError, StoppedError
+from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
 from offbeat.ledger import Ledger
@@ -20,10 +23,12 @@ from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.processes import Processes, processes_launched
+from offbeat.replicas import Replicas, mean_of, state_of
 from offbeat.schedule import Schedule
-from offbeat.stage import Loss, precision
+from offbeat.sharding import Sampler, shards_of
+from offbeat.stage import Loss, Stage, precision
 from offbeat.transport import Key, Transport
-from offbeat.transport.memory import Memory
+from offbeat.transport.memory import Meeting
 from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 
 Engine = Literal["serial", "processes"]
@@ -55,6 +60,9 @@ class Trainer:
     ``stages``     how many, cut where the counted cost of the first batch's forward balances;
                    ``cuts=[7]`` begins the next stage at child 7; ``ppv=(7,)`` ends one after the
                    7th conv or linear layer.
+    ``replicas``   how many copies of the model train on a part of each batch each.
+    ``averaging``  how they are kept together: an object from :mod:`offbeat.averaging`; by default
+                   ``AllReduce()``.
     ``scheduler``  ``scheduler(optimizer)``; stepped once per update.
     ``clip``       bound on the gradient norm: of the whole model when no stage lags, per stage
                    otherwise.
@@ -67,7 +75,10 @@ class Trainer:
 
     With one stage per process every process runs the same script. ``step``, ``flush``,
     ``evaluate``, ``state_dict``, ``load_state_dict``, ``ledger`` and ``memory`` are called by
-    all of them, and all get the same answer.
+    all of them, and all get the same answer. R replicas of K stages are R x K processes; there
+    ``step`` takes the part of the batch that this process's replica trains on, which
+    :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part, because asking
+    the others would mean waiting for them.
     """
 
     def __init__(
@@ -80,6 +91,8 @@ class Trainer:
         stages: int | None = None,
         cuts: Sequence[int] | None = None,
         ppv: Sequence[int] | None = None,
+        replicas: int = 1,
+        averaging: Averaging | str | None = None,
         scheduler: SchedulerFactory | None = None,
         clip: float | None = None,
         seed: int | None = None,
@@ -89,6 +102,7 @@ class Trainer:
         faults: Faults | None = None,
     ) -> None:
         method = checks.checked_method(method)
+        self._replicas = Replicas(replicas, checks.checked_replicas(replicas, averaging))
         self._phases = deque(method.phases())
         self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
@@ -99,6 +113,7 @@ class Trainer:
         self._faults = faults
         self._interleaving: Choose = updates_last
         self._workers: list[Worker] = []
+        self._models = [self._cut.model]
         self._awaited: deque[range] = deque()
         self._owed: list[Tensor] = []
         self._next_batch = 0
@@ -109,11 +124,14 @@ class Trainer:
         self._stopped: str | None = None
         self._ledger = Ledger()
         self._processes: Processes | None = None
-        self._transport: Transport = Memory()
+        self._here = range(replicas)
+        """The replicas of this process."""
+        self._transports: Sequence[Transport] = Meeting(replicas).rows
         if checks.chosen_engine(engine, processes_launched()) == "processes":
-            self._processes = Processes(self._cut.stages, self._device, timeout)
-            seed = self._processes.agree_on_setup(self._cut.model, method, seed)
-            self._transport = self._processes.transport
+            self._processes = Processes(self._cut.stages, replicas, self._device, timeout)
+            seed = self._processes.agree_on_setup(self._cut.model, method, self.averaging, seed)
+            self._here = range(self._processes.replica, self._processes.replica + 1)
+            self._transports = [self._processes.transport]
         self._recipe = Recipe(
             loss=checks.checked_loss(loss),
             optimizer=checks.checked_optimizer(optimizer),
@@ -129,7 +147,7 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The unsplit model, holding the newest weights of the stages of this process."""
+        """The unsplit model with the newest weights of the stages of this process (replica 0's)."""
         return self._cut.model
 
     @property
@@ -140,6 +158,20 @@ class Trainer:
     @property
     def stages(self) -> int:
         return self._cut.stages
+
+    @property
+    def replicas(self) -> int:
+        return self._replicas.count
+
+    @property
+    def averaging(self) -> Averaging | None:
+        """How replicas are kept together; None for a single one."""
+        return self._replicas.averaging
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The processes as a grid, "replica" times "stage"; None in one process."""
+        return None if self._processes is None else self._processes.mesh
 
     @property
     def rank(self) -> int:
@@ -162,7 +194,7 @@ class Trainer:
         return self._ledger if self._processes is None else self._processes.merge(self._ledger)
 
     def memory(self) -> tuple[StageMemory, ...]:
-        """What each stage holds now: weight copies, graphs, bytes."""
+        """What each stage of each replica holds now: weight copies, graphs, bytes."""
         own = [worker.stage.memory() for worker in self._workers]
         return tuple(own if self._processes is None else self._processes.gather_memory(own))
 
@@ -179,13 +211,16 @@ class Trainer:
         """
         self._refuse_if_stopped()
         self._enter_next_phase()
-        self._check_batch(x, y)
+        shards = self._shards(x, y)
         with self._stopping_on_error(), torch.enable_grad():
+            if self._processes is not None and self._step == 0:
+                self._processes.refuse_equal_shards(x, y)
             if not self._workers:
-                self._build(x if self._processes is None else self._processes.share_first(x))
+                first, _ = shards[0]
+                self._build(self._processes.share_first(first) if self._processes else first)
             if self._step_in_fill == 0:
                 self._begin_fill()
-            self._feed(x, y)
+            self._feed(shards)
             for worker in self._workers:
                 worker.step = self._step
                 worker.pending += self._schedule.row(worker.stage.index, self._step_in_fill)
@@ -197,13 +232,17 @@ class Trainer:
             return self._take_loss() if late > 0 else None
 
     def flush(self) -> list[Tensor]:
-        """Drains the pipe: every started batch is applied. Returns the losses still owed."""
+        """Drains the pipe: every started batch is applied. Returns the losses still owed.
+
+        Replicas then take the average of their weights, in place of any that is still under way.
+        """
         self._refuse_if_stopped()
         with self._stopping_on_error(), torch.enable_grad():
             for worker in self._workers:
                 worker.pending += self._schedule.drain(worker.stage.index, self._step_in_fill)
             self._run()
             self._step_in_fill = 0
+            self._replicas.settle(self._workers)
             owed, self._owed = self._owed, []
             return owed + [self._take_loss() for _ in range(len(self._awaited))]
 
@@ -211,13 +250,38 @@ class Trainer:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
 
         With one stage per process only the first and the last need data; the others do not even
-        read it. All processes must have as many batches, which is checked before the first.
+        read it. Replicas in processes of their own get their part of each batch. All processes must
+        have as many batches, which is checked before the first.
         """
         if self._processes is None:
             yield from loader
         else:
             local = any(schedule.local_losses for schedule in self._schedules)
             yield from self._processes.batches(loader, all_need_targets=local)
+
+    def sampler(
+        self,
+        data: Sized | int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> Sampler:
+        """For ``DataLoader(data, batch_sampler=...)``: every process reads only its own rows.
+
+        The same batches of ``batch_size`` rows over all replicas, in one process and in many.
+        """
+        alone = self._processes is None
+        return Sampler(
+            data,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            replicas=self.replicas,
+            replica=None if alone else self._here[0],
+        )
 
     def _run(self) -> None:
         if self._processes is None:
@@ -246,19 +310,20 @@ class Trainer:
             )
             worker.begin(schedule, self._next_batch)
 
-    def _feed(self, x: Nest, y: Nest) -> None:
-        """Hands a batch, in micro-batches, to the stages of this process that need it."""
+    def _feed(self, shards: Sequence[tuple[Nest, Nest]]) -> None:
+        """Hands every replica its part, in micro-batches, at the stages here that need it."""
         parts = self._schedule.micro_batches
         numbers = range(self._next_batch, self._next_batch + parts)
-        checksum = None if self._processes is None or y is None else checks.checksum_of(y)
         for worker in self._workers:
-            index = worker.stage.index
+            x, y = shards[worker.stage.replica - self._here[0]]
+            checksum = None if self._processes is None or y is None else checks.checksum_of(y)
+            index, transport = worker.stage.index, worker.transport
             if index == 0:
                 for number, part in zip(numbers, nest.split(x, parts), strict=True):
-                    self._transport.send(Key("activation", 0, number), (part, checksum))
+                    transport.send(Key("activation", 0, number), (part, checksum))
             if index == self.stages - 1 or self._schedule.local_losses:
                 for number, target in zip(numbers, self._targets(y, checksum), strict=True):
-                    self._transport.send(Key("target", index, number), target)
+                    transport.send(Key("target", index, number), target)
         self._awaited.append(numbers)
         self._next_batch += parts
 
@@ -275,50 +340,69 @@ class Trainer:
         ]
 
     def _take_loss(self) -> Tensor:
-        """The oldest loss not handed out yet; every stage is told, and all are told the same."""
+        """The oldest loss not handed out yet; every stage is told, and all are told the same.
+
+        Of several replicas in this process it is the mean.
+        """
         numbers = self._awaited.popleft()
-        last = self.stages - 1
-        terms: list[Tensor] = []
+        losses: dict[int, Tensor] = {}
         for worker in self._workers:
-            index = worker.stage.index
-            terms = [self._transport.receive(Key("loss", index, n, last)) for n in numbers]
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+            keys = [Key("loss", worker.stage.index, n, self.stages - 1) for n in numbers]
+            terms = [worker.transport.receive(key) for key in keys]
+            loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+            losses[worker.stage.replica] = loss
+        return mean_of(list(losses.values()))
 
     # ---------------------------------------------------------------- looking and saving
 
-    def evaluate(self, loader: Iterable[tuple[Nest, Nest]]) -> Evaluation:
+    def evaluate(
+        self, loader: Iterable[tuple[Nest, Nest]], *, of: Literal["average", "replica"] = "average"
+    ) -> Evaluation:
         """Loss and accuracy of the newest weights, undrained, in evaluation mode.
 
-        Training goes on afterwards as if nothing had happened.
+        Of several replicas: their ``"average"``, or the first ``"replica"`` as it is. Training goes
+        on afterwards as if nothing had happened.
         """
         self._refuse_if_stopped()
         checks.check_loader(loader)
+        if of not in ("average", "replica"):
+            raise unknown("of", of, ("average", "replica"))
         score = Score(self._recipe.loss)
         with self._stopping_on_error(), _evaluation_mode(self.model), torch.no_grad():
+            states = self._replicas.states(self._workers, first=of == "replica")
+            shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
             for number, (x, y) in enumerate(loader):
                 checks.check_devices([x, y], self._device)
                 output = None
-                for worker in self._workers:
-                    output = worker.predict(number, x)
-                if not self._workers:  # nothing is cut before the first batch has been weighed
+                for worker in shown:
+                    output = worker.predict(number, x, states[worker.stage.index])
+                if not shown:  # nothing is cut before the first batch has been weighed
                     with precision(self._device, self._recipe.autocast):
                         output = self.model(x)
                 if output is not None:
                     score.add(output, y)
-            if self._processes is None or not self._workers:
+            if self._processes is None or not shown:
                 return score.result()
             self._evaluations += 1
             return self._processes.share_result(score, self._evaluations)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the newest weights and buffers under the names of the unsplit model."""
-        if self._processes is not None and self._workers:
-            for stage, module in enumerate(self._cut.modules()):
-                self._processes.share_tensors(module.state_dict().values(), stage)
-        state = self.model.state_dict()
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.detach().clone()
+        """A copy of the newest weights and buffers under the names of the unsplit model.
+
+        Of several replicas it is their mean; nothing changes in any of them.
+        """
+        values: dict[int, Tensor] = {}
+        states = self._replicas.states(self._workers)
+        for stage, module in enumerate(self._cut.modules() if self._workers else []):
+            entries = state_of(module)
+            found = list(states.get(stage, entries).values())
+            if self._processes is not None:
+                found = self._processes.share_tensors(found, stage)
+            values |= {id(e): value for e, value in zip(entries.values(), found, strict=True)}
+        state = self.model.state_dict(keep_vars=True)
+        for name, entry in state.items():
+            if isinstance(entry, Tensor):
+                state[name] = values.get(id(entry), entry).detach().clone()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,11 +413,14 @@ class Trainer:
                 f"load_state_dict with {flying} batches in flight: their gradients belong to the"
                 " old weights. Call flush() first."
             )
-        self.model.load_state_dict(state)
+        for model in self._models:
+            model.load_state_dict(state)
         for worker in self._workers:
             worker.stage.discard()
             worker.pending.clear()
-        self._transport.clear()
+            worker.transport.clear()
+            if worker.averager is not None:
+                worker.averager.forget()
         self._awaited.clear()
         self._step_in_fill = 0
         self._stopped = None
@@ -347,30 +434,44 @@ class Trainer:
     def _build(self, batch: Nest) -> None:
         """Makes the workers of this process; some need the first batch to know how."""
         self._cut = self._cut.weighed(batch)
-        modules = self._cut.modules()
-        heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
-        here = range(self.stages) if self._processes is None else [self._processes.rank]
-        self._workers = [
-            Worker(
-                stage,
-                self.stages,
-                self._transport,
-                self._ledger,
-                clip=self._clip,
-                faults=self._faults,
-            )
-            for stage in self._recipe.stages(modules, heads, here)
-        ]
+        # Replica 0 is the user's own model; the others of this process are copies of it.
+        cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
+        self._models = [cut.model for cut in cuts]
+        for replica, cut, transport in zip(self._here, cuts, self._transports, strict=True):
+            modules = cut.modules()
+            heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
+            here = range(self.stages) if self._processes is None else [self._processes.stage]
+            for stage in self._recipe.stages(modules, heads, here, replica):
+                self._workers.append(self._worker(stage, transport))
+
+    def _worker(self, stage: Stage, transport: Transport) -> Worker:
+        averager = None
+        if self.averaging is not None:
+            averager = Averager(self.averaging, stage, self.replicas, transport, self._ledger)
+        return Worker(
+            stage,
+            self.stages,
+            transport,
+            self._ledger,
+            clip=self._clip,
+            faults=self._faults,
+            averager=averager,
+        )
 
     # ---------------------------------------------------------------- refusing
 
-    def _check_batch(self, x: Nest, y: Nest) -> None:
-        if self.rank == 0 and not nest.tensors(x):
+    def _shards(self, x: Nest, y: Nest) -> list[tuple[Nest, Nest]]:
+        """The batch, checked, as one part per replica of this process."""
+        first = self._processes is None or self._processes.stage == 0
+        if first and not nest.tensors(x):
             raise BatchError(f"x is a {type(x).__name__} without a tensor in it: give tensors.")
         checks.check_devices([x, y], self._device)
         checks.check_outside_autocast(self._device)
+        here = len(self._here)
+        shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
         if nest.tensors([x, y]):
-            checks.check_rows([x, y], self._schedule.micro_batches, self.method)
+            checks.check_rows(list(shards[0]), self._schedule.micro_batches, self.method)
+        return shards
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped is not None:

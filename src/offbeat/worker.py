@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from offbeat.averaging.engine import Averager, Task
 from offbeat.errors import BatchError, Deadlock
 from offbeat.faults import Faults
 from offbeat.ledger import Ledger
 from offbeat.nest import Nest
 from offbeat.schedule import Schedule
 from offbeat.stage import Stage
-from offbeat.table import Action
+from offbeat.table import Action, Kind
 from offbeat.transport import Key, Transport
 
 
@@ -42,14 +43,16 @@ class Worker:
         *,
         clip: float | None = None,
         faults: Faults | None = None,
+        averager: Averager | None = None,
     ) -> None:
         self.stage = stage
-        self.pending: deque[Action] = deque()
+        self.averager = averager
+        self.transport = transport
+        self.pending: deque[Action | Task] = deque()
         self.step = 0
         """The trainer's step that the pending actions belong to."""
         self._index = stage.index
         self._stages = stages
-        self._transport = transport
         self._ledger = ledger
         self._clip = clip
         self._faults = faults or Faults()
@@ -69,8 +72,11 @@ class Worker:
     def _has_loss(self) -> bool:
         return self.is_last or self._local_losses
 
-    def needs(self, action: Action) -> list[Key]:
+    def needs(self, action: Action | Task) -> list[Key]:
         """The messages an action waits for."""
+        if isinstance(action, Task):
+            assert self.averager is not None
+            return self.averager.needs(action)
         k, batch = self._index, self._first_batch + action.batch
         if action.kind == "F":
             keys = [Key("activation", k, batch)]
@@ -90,22 +96,24 @@ class Worker:
 
     def ready(self) -> bool:
         """Whether the next action, if there is one, has all its messages."""
-        return bool(self.pending) and all(map(self._transport.arrived, self.needs(self.pending[0])))
+        return bool(self.pending) and all(map(self.transport.arrived, self.needs(self.pending[0])))
 
     def advance(self) -> None:
         """Carries out the next action, waiting for its messages if need be."""
         action = self.pending.popleft()
-        carry_out = {"F": self._forward, "B": self._backward, "U": self._update}[action.kind]
         try:
+            if isinstance(action, Task):
+                self._average(action)
+                return
             first = self._first_update if action.kind == "U" else self._first_batch
             self._faults.before(Action(self._index, action.kind, first + action.batch))
-            carry_out(action)
+            {"F": self._forward, "B": self._backward, "U": self._update}[action.kind](action)
         except Exception as error:
             error.add_note(f"offbeat: this happened at {action} (stage, action, batch).")
             raise
 
     def _forward(self, action: Action) -> None:
-        received = [self._transport.receive(key) for key in self.needs(action)]
+        received = [self.transport.receive(key) for key in self.needs(action)]
         given, checksum = received[0]
         target = received[1] if self._has_loss else Target(None)
         if self.is_last:
@@ -120,56 +128,83 @@ class Worker:
         self._faults.after(self._index, self.step, perf_counter() - start)
         end = perf_counter()
         if not self.is_last:
-            self._transport.send(Key("activation", self._index + 1, batch), (output, checksum))
+            self.transport.send(Key("activation", self._index + 1, batch), (output, checksum))
         elif loss is not None:
             term = loss if target.share == 1.0 else loss * target.share
             for stage in range(self._stages):
-                self._transport.send(Key("loss", stage, batch, self._index), term)
+                self.transport.send(Key("loss", stage, batch, self._index), term)
         number = None if loss is None else float(loss)
-        self._ledger.record("F", self._index, batch, read, start, end, number)
+        self._record("F", batch, read, start, end, number)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
         start = perf_counter()
         self.stage.prepare(batch)
         prepared = perf_counter() - start
-        received = [self._transport.receive(key) for key in self.needs(action)]
+        received = [self.transport.receive(key) for key in self.needs(action)]
         start = perf_counter()
         gradients: list[Tensor | None] = self.stage.backward(batch, received[0] if received else [])
         self._faults.after(self._index, self.step, prepared + perf_counter() - start)
         end = perf_counter()
         if self._index > 0 and not self._local_losses:
-            self._transport.send(Key("gradient", self._index - 1, batch), gradients)
+            self.transport.send(Key("gradient", self._index - 1, batch), gradients)
+        self._record("B", batch, self.stage.version, start - prepared, end)
         if self.pending and self.pending[0].kind == "U":
-            self._send_norms(self.pending[0])
-        self._ledger.record("B", self._index, batch, self.stage.version, start - prepared, end)
+            self._do_first([] if self.averager is None else self.averager.before_update())
+            self._send_norms()
 
-    def _send_norms(self, update: Action) -> None:
+    def _do_first(self, tasks: Sequence[Task]) -> None:
+        self.pending.extendleft(reversed(tasks))
+
+    def _average(self, task: Task) -> None:
+        assert self.averager is not None
+        self.averager.carry_out(task)
+        self._send_norms()
+
+    def _send_norms(self) -> None:
+        """Tells the other stages the gradients' norms, if an update comes next and clips by all."""
+        update = self.pending[0] if self.pending else None
+        if not isinstance(update, Action) or update.kind != "U":
+            return
         keys = self._norm_keys(update)
         if keys:
             norms = self.stage.gradient_norms()
             for key in keys:
-                self._transport.send(Key("norms", key.source, key.batch, self._index), norms)
+                self.transport.send(Key("norms", key.source, key.batch, self._index), norms)
 
     def _update(self, action: Action) -> None:
-        received = [self._transport.receive(key) for key in self.needs(action)]
+        received = [self.transport.receive(key) for key in self.needs(action)]
         start = perf_counter()
         if self._clip is not None:
             received.insert(self._index if received else 0, self.stage.gradient_norms())
             self.stage.clip(self._clip, received)
         self.stage.update()
         number = self._first_update + action.batch
-        self._ledger.record("U", self._index, number, self.stage.version, start, perf_counter())
+        self._record("U", number, self.stage.version, start, perf_counter())
+        if self.averager is not None:
+            self._do_first(self.averager.after_update())
 
-    def predict(self, number: int, x: Nest) -> Nest:
+    def _record(
+        self,
+        kind: Kind,
+        number: int,
+        version: int,
+        start: float,
+        end: float,
+        loss: float | None = None,
+    ) -> None:
+        stage = self.stage
+        self._ledger.record(kind, stage.index, number, version, start, end, loss, stage.replica)
+
+    def predict(self, number: int, x: Nest, state: dict[str, Tensor]) -> Nest:
         """Runs the stage in evaluation; returns the output at the last one, None elsewhere."""
         given = x
         if self._index > 0:
-            given = self._transport.receive(Key("evaluation", self._index, number))
-        output = self.stage.predict(given)
+            given = self.transport.receive(Key("evaluation", self._index, number))
+        output = self.stage.predict(given, state)
         if self.is_last:
             return output
-        self._transport.send(Key("evaluation", self._index + 1, number), output)
+        self.transport.send(Key("evaluation", self._index + 1, number), output)
         return None
 
 
@@ -191,7 +226,7 @@ def updates_last(ready: Sequence[Worker]) -> Worker:
 
     Deep stages go first: what the last ones have just computed is still in the cache.
     """
-    return min(ready, key=lambda w: ("FBU".index(w.pending[0].kind), -w.stage.index))
+    return min(ready, key=lambda w: ("FBUSM".index(w.pending[0].kind), -w.stage.index))
 
 
 def shuffled(seed: int) -> Choose:
@@ -207,8 +242,8 @@ def run_together(workers: Iterable[Worker], choose: Choose = updates_last) -> No
     stuck = [worker for worker in workers if worker.pending]
     if stuck:
         lines = [
-            f"worker {worker.stage.index} waits at {worker.pending[0]} for"
-            f" {', '.join(map(str, worker.needs(worker.pending[0])))}"
+            f"worker {worker.stage.index} of replica {worker.stage.replica} waits at"
+            f" {worker.pending[0]} for {', '.join(map(str, worker.needs(worker.pending[0])))}"
             for worker in stuck
         ]
         raise Deadlock("nobody can go on:\n  " + "\n  ".join(lines))

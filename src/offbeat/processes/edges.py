@@ -10,7 +10,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 from offbeat.errors import OffbeatError, WorkerLost
 from offbeat.processes.shared import Arena, Window
 from offbeat.processes.wire import HEADER_BYTES, Arrival, Parcel, pack
-from offbeat.transport import Key
+from offbeat.transport import Gathered, Key
 
 _LENGTH = struct.Struct("<q")
 _GOODBYE = -1
+_BUCKET_BYTES = 1 << 25
+"""An all-reduce of more is made of several, so that one is copied while another is sent."""
 
 
 class _Outgoing(threading.Thread):
@@ -101,21 +103,23 @@ class _Incoming(threading.Thread):
 
 
 class Edges:
-    """The transport of one process in a row of processes, one stage each."""
+    """The transport of one process in a row of processes, one stage each, beside its peers."""
 
     def __init__(
         self,
         stage: int,
-        stages: int,
+        ranks: Sequence[int],
         groups: dict[tuple[int, int], dist.ProcessGroup],
+        peers: dist.ProcessGroup | None,
         *,
         device: torch.device,
         timeout_s: float,
-        ranks: list[int],
         pids: dict[int, int],
         stalled: Callable[[], str],
     ) -> None:
+        """``ranks``: of the row's stages. ``peers``: the same stage in all replicas."""
         self._stage = stage
+        self._peers = peers
         self._device = device
         self._timeout_s = timeout_s
         self._stalled = stalled
@@ -129,7 +133,7 @@ class Edges:
         # Neighbours on this host, by stage: what is sent to them goes through shared memory.
         self._arenas = {other: Arena() for other in pids}
         for other in (stage - 1, stage + 1):
-            if 0 <= other < stages:
+            if 0 <= other < len(ranks):
                 self._out[other] = _Outgoing(ranks[other], groups[stage, other], self._edge_failed)
                 self._in[other] = _Incoming(
                     ranks[other],
@@ -173,6 +177,50 @@ class Edges:
             f"no message for {self._timeout_s:g} s (timeout={self._timeout_s:g}):\n  {everyone}"
         )
 
+    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
+        sent_s = time.perf_counter()
+        if self._peers is None:
+            self._put(key, Gathered([list(parts)], sent_s, sent_s))
+            return
+        rows = [part.detach().cpu().contiguous() for part in parts]
+        if summed:
+            # In place, so never in the sender's own memory.
+            results = [row.clone() for row in rows]
+            buckets = [
+                bucket
+                for row in results
+                for bucket in row.split(max(1, _BUCKET_BYTES // row.itemsize))
+            ]
+            works = [dist.all_reduce(b, group=self._peers, async_op=True) for b in buckets]
+        else:
+            size = self._peers.size()
+            results = [row.new_empty(size, *row.shape) for row in rows]
+            works = [
+                _all_gather(_bytes_of(result), _bytes_of(row), group=self._peers, async_op=True)
+                for result, row in zip(results, rows, strict=True)
+            ]
+        left = len(works)
+
+        def one_done(future: Any) -> None:
+            nonlocal left
+            try:
+                future.value()
+            except RuntimeError as error:
+                self._edge_failed(None, error)
+                return
+            with self._changed:
+                left -= 1
+                if left:
+                    return
+            there = [result.to(self._device) for result in results]
+            found = [there] if summed else [list(replica) for replica in zip(*there, strict=True)]
+            self._put(key, Gathered(found, sent_s, time.perf_counter()))
+
+        # The callbacks hold the rows until everything is sent.
+        one_done.rows = rows  # type: ignore[attr-defined]
+        for work in works:
+            work.get_future().add_done_callback(one_done)
+
     def clear(self) -> None:
         with self._changed:
             self._inbox.clear()
@@ -187,9 +235,8 @@ class Edges:
                 f"stage {self._stage} waits for nothing (it computes, or the script is elsewhere)"
             )
         key, since = waiting
-        sender = f"stage {_sender(key)}"
         return (
-            f"stage {self._stage} waits for {key} from {sender}"
+            f"stage {self._stage} waits for {key} from {_sender(key)}"
             f" since {time.monotonic() - since:.1f} s"
         )
 
@@ -203,13 +250,14 @@ class Edges:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def _edge_failed(self, peer: int, error: RuntimeError | OSError) -> None:
+    def _edge_failed(self, peer: int | None, error: RuntimeError | OSError) -> None:
         if self._closing:
             return
         reason = str(error).splitlines()[0]
+        whom = "another replica of this stage" if peer is None else f"rank {peer}"
         self.fail(
             WorkerLost(
-                f"the connection to rank {peer} broke ({reason}). That process has died or its"
+                f"the connection to {whom} broke ({reason}). That process has died or its"
                 " machine cannot be reached; its own output says why."
             )
         )
@@ -243,9 +291,17 @@ class Edges:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _sender(key: Key) -> int:
+def _sender(key: Key) -> str:
+    if key.what in ("gradients", "weights", "export"):
+        return "the other replicas"
     if key.what in ("activation", "evaluation"):
-        return key.to - 1
-    if key.what == "gradient":
-        return key.to + 1
-    return key.source
+        return f"stage {key.to - 1}"
+    return f"stage {key.to + 1 if key.what == 'gradient' else key.source}"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+# Renamed in torch 2.13; the old name warns there.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

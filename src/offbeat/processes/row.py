@@ -10,14 +10,16 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, fields
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from offbeat.averaging import Averaging
 from offbeat.checks import checksum_of
 from offbeat.errors import BatchError, ConfigurationError, WorkerLost
 from offbeat.evaluation import Evaluation, Score
@@ -28,6 +30,7 @@ from offbeat.nest import Nest
 from offbeat.processes import shared
 from offbeat.processes.board import Board
 from offbeat.processes.edges import Edges
+from offbeat.sharding import is_sharded, shards_of
 from offbeat.transport import Key
 
 _FOREVER = timedelta(days=3650)  # our own watchdog decides how long a wait may be
@@ -41,35 +44,41 @@ def processes_launched() -> bool:
 
 
 class Processes:
-    """A row of processes, one stage in each, for one trainer."""
+    """Rows of processes, one stage in each and one row per replica, for one trainer."""
 
-    def __init__(self, stages: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, stages: int, replicas: int, device: torch.device, timeout_s: float) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         _leave_at_exit()
         self._device = device
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        if self.size != stages:
-            raise ConfigurationError(
-                f"the model has {stages} stages and the launcher started {self.size} processes: one"
-                f" stage runs in each. Start {stages} (torchrun --nproc-per-node {stages} ...) or"
-                f" cut the model into {self.size} (stages={self.size})."
-            )
-        everyone = list(range(self.size))
-        self._group = _new_group(everyone)
+        _check_size(self.size, stages, replicas)
+        self.replica, self.stage = divmod(self.rank, stages)
+        self.stages, self.replicas = stages, replicas
         # Every process makes every group, in the same order: that is how groups find each other.
-        pairs = [(k, k + 1) for k in range(stages - 1)]
-        edges = [edge for a, b in pairs for edge in ((a, b), (b, a))]
-        groups = {edge: _new_group(sorted(edge)) for edge in edges}
-        self._board = Board(self.rank, self.size, self._group.group_name)
+        rows = [list(range(r * stages, (r + 1) * stages)) for r in range(replicas)]
+        self._everyone = _new_group(range(self.size))
+        row_groups = [_new_group(row) for row in rows] if replicas > 1 else [self._everyone]
+        self._row_group, self._row = row_groups[self.replica], rows[self.replica]
+        columns = [
+            _new_group(column) if replicas > 1 else None for column in zip(*rows, strict=True)
+        ]
+        self._peers = columns[self.stage]
+        edges = {
+            (r, here, there): _new_group(sorted((row[here], row[there])))
+            for r, row in enumerate(rows)
+            for k in range(stages - 1)
+            for here, there in ((k, k + 1), (k + 1, k))
+        }
+        self._board = Board(self.rank, self.size, self._everyone.group_name)
         self.transport = Edges(
-            self.rank,
-            stages,
-            groups,
+            self.stage,
+            self._row,
+            {(here, there): edge for (r, here, there), edge in edges.items() if r == self.replica},
+            self._peers,
             device=device,
             timeout_s=timeout_s,
-            ranks=everyone,
             pids=self._neighbours_here(),
             stalled=self._board.everyone_waits_for,
         )
@@ -78,16 +87,23 @@ class Processes:
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
 
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The processes as a grid with the axes "replica" and "stage"; all must ask for it."""
+        ranks = torch.arange(self.size).view(self.replicas, self.stages)
+        peers = self._peers or [_new_group([rank]) for rank in range(self.size)][self.rank]
+        groups = [peers, self._row_group]
+        return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replica", "stage"))
+
     def _neighbours_here(self) -> dict[int, int]:
-        """Process numbers of the neighbours that share memory with this process, both ways."""
+        """Process numbers of the neighbours that share memory with this process, by stage."""
         addresses = self.exchange("address", shared.address())
-        mine = addresses[self.rank]
-        seen = [shared.reachable(mine, theirs) for theirs in addresses]
+        seen = [shared.reachable(addresses[self.rank], theirs) for theirs in addresses]
         seen_by = self.exchange("seen", seen)
         return {
-            other: addresses[other]["pid"]
-            for other in (self.rank - 1, self.rank + 1)
-            if 0 <= other < self.size and seen[other] and seen_by[other][self.rank]
+            stage: addresses[rank]["pid"]
+            for stage, rank in enumerate(self._row)
+            if abs(stage - self.stage) == 1 and seen[rank] and seen_by[rank][self.rank]
         }
 
     # ---------------------------------------------------------------- agreeing
@@ -96,13 +112,16 @@ class Processes:
         """Every process's value, in the order of ranks."""
         return self._board.exchange(name, value)
 
-    def agree_on_setup(self, model: nn.Module, method: Method, seed: int | None) -> int:
+    def agree_on_setup(
+        self, model: nn.Module, method: Method, averaging: Averaging | None, seed: int | None
+    ) -> int:
         """Refuses processes that were set up differently; returns the seed to use."""
         tensors = model.state_dict()
         shapes = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for name, t in tensors.items())
         self.agree(
             {
                 "the method": (describe(method), "Give every process the same method."),
+                "the averaging": (describe(averaging), "Give every process the same averaging."),
                 "the model": (
                     f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
                     "Build the same model everywhere.",
@@ -144,7 +163,7 @@ class Processes:
     def batches(
         self, loader: Iterable[tuple[Nest, Nest]], *, all_need_targets: bool
     ) -> Iterator[tuple[Nest, Nest]]:
-        """x for the first process, y for the last (and for the first, which checks them)."""
+        """x for the first stage, y for the last (and for the first, which checks them)."""
         length = len(loader) if isinstance(loader, Sized) else None
         lengths = self.exchange("lengths", length)
         for rank, other in enumerate(lengths):
@@ -153,32 +172,52 @@ class Processes:
                     f"the loader has {lengths[0]} batches on rank 0 and {other} on rank {rank}:"
                     " give every process the same data."
                 )
-        first, last = self.rank == 0, self.rank == self.size - 1
+        first, last = self.stage == 0, self.stage == self.stages - 1
         if not (first or last or all_need_targets) and length is not None:
             yield from itertools.repeat((None, None), length)
             return
+        whole = not is_sharded(loader)
         for x, y in loader:
+            if whole and self.replicas > 1:
+                x, y = (shards_of(part, self.replicas)[self.replica] for part in (x, y))
             yield x if first else None, y if first or last or all_need_targets else None
 
     def share_first(self, x: Nest) -> Nest:
-        """The first batch of rank 0, for deciding the cut and the heads everywhere alike."""
-        if self.rank == 0:
-            for other in range(1, self.size):
+        """The first batch of a row, for deciding the cut and the heads everywhere alike."""
+        if self.stage == 0:
+            for other in range(1, self.stages):
                 self.transport.send(Key("batch", other, 0), x)
             return x
-        return self.transport.receive(Key("batch", self.rank, 0))
+        return self.transport.receive(Key("batch", self.stage, 0))
+
+    def refuse_equal_shards(self, x: Nest, y: Nest) -> None:
+        """Replicas that are fed the same rows learn nothing from each other."""
+        if self.replicas == 1:
+            return
+        sums = self.exchange("shards", checksum_of([x, y]))
+        for replica in range(1, self.replicas):
+            same = [sums[stage] == sums[replica * self.stages + stage] for stage in self._fed()]
+            if all(same):
+                raise BatchError(
+                    f"replicas 0 and {replica} were fed the same batch. With replicas in processes"
+                    " of their own each takes its part of it: loop over trainer.batches(loader), or"
+                    " give the loader batch_sampler=trainer.sampler(data, batch_size)."
+                )
+
+    def _fed(self) -> tuple[int, int]:
+        return 0, self.stages - 1
 
     # ---------------------------------------------------------------- sharing
 
     def share_result(self, score: Score, number: int) -> Evaluation:
-        """The last process's evaluation, everywhere."""
-        last = self.size - 1
-        if self.rank == last:
+        """The last stage's evaluation, in its whole row."""
+        last = self.stages - 1
+        if self.stage == last:
             result = score.result()
             for other in range(last):
                 self.transport.send(Key("result", other, number, last), asdict(result))
             return result
-        return Evaluation(**self.transport.receive(Key("result", self.rank, number, last)))
+        return Evaluation(**self.transport.receive(Key("result", self.stage, number, last)))
 
     def gather_memory(self, own: Sequence[StageMemory]) -> list[StageMemory]:
         everyone = self.exchange("memory", [asdict(memory) for memory in own])
@@ -191,13 +230,12 @@ class Processes:
         ledgers = [Ledger.from_bytes(data) for data in self.share_bytes(own.to_bytes())]
         return Ledger.merged(ledgers, [other - clock for other in clocks])
 
-    def share_tensors(self, tensors: Iterable[Tensor], source: int) -> None:
-        """Overwrites the tensors with those of one process."""
-        for tensor in tensors:
-            on_cpu = tensor.detach().cpu().contiguous()
-            dist.broadcast(on_cpu, source, self._group)
-            with torch.no_grad():
-                tensor.copy_(on_cpu)
+    def share_tensors(self, tensors: Iterable[Tensor], stage: int) -> list[Tensor]:
+        """One stage's tensors, in its whole row; elsewhere ``tensors`` says what to expect."""
+        shared = [tensor.detach().cpu().clone() for tensor in tensors]
+        for tensor in shared:
+            dist.broadcast(tensor, self._row[stage], self._row_group)
+        return [tensor.to(self._device) for tensor in shared]
 
     def share_bytes(self, data: bytes) -> list[bytes]:
         """Every process's bytes, in the order of ranks."""
@@ -208,7 +246,7 @@ class Processes:
             if rank == self.rank and size:
                 buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             if size:
-                dist.broadcast(buffer, rank, self._group)
+                dist.broadcast(buffer, rank, self._everyone)
             everyone.append(buffer.numpy().tobytes())
         return everyone
 
@@ -231,13 +269,29 @@ def _say_goodbye(board: Board, edges: Edges) -> None:
 
 
 def describe(value: object) -> str:
-    """A method and its settings in words that are the same in every process."""
-    if isinstance(value, Method):
+    """A method or averaging and its settings, in words that are the same in every process."""
+    if isinstance(value, Method | Averaging):
         settings = (f"{f.name}={describe(getattr(value, f.name))}" for f in fields(value))
         return f"{type(value).__name__}({', '.join(settings)})"
     if isinstance(value, tuple):
         return f"({', '.join(map(describe, value))})"
     return str(getattr(value, "__qualname__", value))  # a function's address differs
+
+
+def _check_size(size: int, stages: int, replicas: int) -> None:
+    if size == stages * replicas:
+        return
+    if replicas == 1:
+        raise ConfigurationError(
+            f"the model has {stages} stages and the launcher started {size} processes: one"
+            f" stage runs in each. Start {stages} (torchrun --nproc-per-node {stages} ...), cut the"
+            f" model into {size} (stages={size}), or train replicas of it (replicas=...)."
+        )
+    raise ConfigurationError(
+        f"replicas={replicas} times {stages} {'stage' if stages == 1 else 'stages'} need"
+        f" {replicas * stages} processes, and the launcher started {size}. Start"
+        f" {replicas * stages} (torchrun --nproc-per-node {replicas * stages} on one machine)."
+    )
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:

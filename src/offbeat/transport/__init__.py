@@ -1,8 +1,24 @@
 """How tensors travel between workers: keys and nests, nothing else."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-What = Literal["activation", "gradient", "target", "norms", "loss", "evaluation", "result", "batch"]
+from torch import Tensor
+
+What = Literal[
+    "activation",
+    "gradient",
+    "target",
+    "norms",
+    "loss",
+    "evaluation",
+    "result",
+    "batch",
+    # between replicas:
+    "gradients",
+    "weights",
+    "export",
+]
 
 
 class Key(NamedTuple):
@@ -15,7 +31,18 @@ class Key(NamedTuple):
     """The sender, where several stages send the same thing."""
 
     def __str__(self) -> str:
+        if self.what in ("gradients", "weights", "export"):
+            return f"the average of {self.what} number {self.batch} at stage {self.to}"
         return f"the {self.what} of batch {self.batch} for stage {self.to}"
+
+
+class Gathered(NamedTuple):
+    """What all replicas contributed under one key."""
+
+    parts: list[list[Tensor]]
+    """Per replica, in order; a single entry where they were summed on the way."""
+    sent_s: float
+    arrived_s: float
 
 
 class Transport(Protocol):
@@ -28,6 +55,12 @@ class Transport(Protocol):
 
     def receive(self, key: Key) -> Any:
         """Takes the message out, waiting for it if need be."""
+
+    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
+        """Gives parts to all replicas of a stage; :class:`Gathered` arrives under the same key.
+
+        The parts must not be written to afterwards. ``summed``: one sum is enough, in any order.
+        """
 
     def clear(self) -> None:
         """Forgets messages that nobody will take."""

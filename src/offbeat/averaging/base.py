@@ -1,0 +1,119 @@
+"""What an averaging is: what replicas agree on, how often, how late, and how it is merged."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor
+
+from offbeat.averaging.outer import Mean, Outer
+from offbeat.errors import ConfigurationError, unknown
+from offbeat.methods.base import require_count
+
+OptimizerState = Literal["keep", "average", "reset"]
+Statistics = Literal["average", "local"]
+Compression = Literal["bf16", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging(ABC):
+    """How replicas of one model are kept together.
+
+    ``warmup``           updates at the start that average gradients, as ``AllReduce`` does; local
+                         steps are counted from there.
+    ``optimizer_state``  momentum and Adam's moments at a merge: "keep" each replica's own,
+                         "average" them with the weights, or "reset" them.
+    ``statistics``       running statistics (BatchNorm) stay local in training; ``state_dict`` gives
+                         their "average", or those of replica 0 ("local").
+    ``compress``         send "bf16", or "int8" with one scale per tensor, in place of full numbers;
+                         what is rounded off is added to the next message.
+    ``exact``            gather, then sum in the order of replicas: one process and many give the
+                         same bits. False: an all-reduce, which moves less with many replicas.
+    """
+
+    name: ClassVar[str]
+    """The name on the command line."""
+    title: ClassVar[str]
+    """The name in prose."""
+    reference: ClassVar[str]
+
+    warmup: int = 0
+    optimizer_state: OptimizerState = "keep"
+    statistics: Statistics = "average"
+    compress: Compression | None = None
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
+            raise ConfigurationError(
+                f"warmup={self.warmup!r}: give the number of updates that average gradients first,"
+                " 0 for none."
+            )
+        if self.optimizer_state not in get_args(OptimizerState):
+            raise unknown("optimizer_state", self.optimizer_state, get_args(OptimizerState))
+        if self.statistics not in get_args(Statistics):
+            raise unknown("statistics", self.statistics, get_args(Statistics))
+        if self.compress not in (None, *get_args(Compression)):
+            raise unknown("compress", self.compress, get_args(Compression))
+        if self.compress is not None and not self.exact:
+            raise ConfigurationError(
+                f"compress={self.compress!r} with exact=False: messages with scales of their own"
+                " cannot be summed on the way, so they are always gathered. Leave one of them out."
+            )
+
+    @abstractmethod
+    def plan(self) -> "Plan | None":
+        """The rule in the engine's terms; None where only gradients are averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Local steps and merges: ``x <- X + keep (x_sent - X) + progress (x - x_sent)``.
+
+    X is what the ``outer`` rule makes of the average; x_sent is a replica's weights when that
+    average was started, ``delay`` of its own updates ago.
+    """
+
+    every: int
+    """Updates from the start of one average to the start of the next."""
+    delay: int = 0
+    """Updates from an average's start to its merge."""
+    keep: float = 0.0
+    """Share of the replica's own deviation that survives a merge: the papers' xi or alpha."""
+    progress: float | None = None
+    """Share of what was learnt since the start that survives; by default ``keep``."""
+    fragments: int = 1
+    """Parts of the model that are averaged in turn."""
+    outer: Callable[[Tensor, int], Outer] = Mean
+    """Called per fragment with the weights that all replicas start from, and their number."""
+
+    def starts_at(self, fragment: int) -> int:
+        """The update, modulo ``every``, after which a fragment's averages start."""
+        return ((fragment + 1) * self.every // self.fragments) % self.every
+
+
+def require_every(every: object) -> None:
+    require_count("every", every)
+
+
+def require_delay(delay: object, every: int) -> None:
+    whole = isinstance(delay, int) and not isinstance(delay, bool)
+    if not whole or not 0 <= delay <= every:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"delay={delay!r}: an average is merged before the next one starts, so with"
+            f" every={every} give a whole number from 0 to {every}."
+        )
+
+
+def require_share(name: str, value: object, meaning: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1:  # type: ignore[operator]
+        raise ConfigurationError(f"{name}={value!r}: give a number from 0 to 1, {meaning}.")
+
+
+def require_positive(name: str, value: object, *, zero: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (value > 0 or (zero and value == 0)):  # type: ignore[operator]
+        least = "of at least 0" if zero else "above 0"
+        raise ConfigurationError(f"{name}={value!r}: give a number {least}.")

@@ -1,0 +1,306 @@
+"""One engine for every averaging: starts averages of a stage's weights and merges them later."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.averaging.base import Averaging, Plan
+from offbeat.averaging.compression import Int8, codec_for
+from offbeat.averaging.rows import flatten, mean_of, unflatten, write
+from offbeat.errors import ConfigurationError
+from offbeat.ledger import Ledger
+from offbeat.stage import Stage
+from offbeat.transport import Gathered, Key, Transport
+
+
+class Task(NamedTuple):
+    """What a worker does between its actions: start an average, or take one in."""
+
+    kind: Literal["S", "M"]
+    what: Literal["gradients", "weights"]
+    number: int
+    """The version of the weights at which the average was started."""
+    fragment: int = 0
+    arrives: bool = True
+    """False for a merge without an average: none has been started yet."""
+
+    def __str__(self) -> str:
+        verb = "the start" if self.kind == "S" else "the merge"
+        return f"{verb} of the average of {self.what} number {self.number}"
+
+
+class Averager:
+    """Keeps one stage of one replica together with the same stage of the others."""
+
+    def __init__(
+        self,
+        averaging: Averaging,
+        stage: Stage,
+        replicas: int,
+        transport: Transport,
+        ledger: Ledger,
+    ) -> None:
+        self._averaging = averaging
+        self._plan = averaging.plan()
+        self._stage = stage
+        self._replicas = replicas
+        self._transport = transport
+        self._ledger = ledger
+        self._trainable = [p for p in stage.parameters if p.requires_grad]
+        self._layers = _layers_of(stage, self._plan.fragments if self._plan else 1)
+        self._fragments: list[_Fragment] = []
+        self._local_from = averaging.warmup
+        """The version of the weights from which local steps are counted."""
+
+    # ---------------------------------------------------------------- what is to be done
+
+    def before_update(self) -> list[Task]:
+        """What must happen between a backward and its update."""
+        if not self._trainable:
+            return []
+        version = self._stage.version
+        if self._plan is None or version < self._local_from:
+            return [Task(kind, "gradients", version) for kind in ("S", "M")]
+        if not self._fragments:
+            self._fragments = [
+                _Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
+                for parameters in self._layers
+            ]
+        return []
+
+    def after_update(self) -> list[Task]:
+        """What follows an update, in order."""
+        version = self._stage.version
+        taken = version - self._local_from
+        if self._plan is None or not self._fragments or taken <= 0:
+            return []
+        tasks = []
+        for number, fragment in enumerate(self._fragments):
+            starts = taken % self._plan.every == self._plan.starts_at(number)
+            start = Task("S", "weights", version, number)
+            if starts and self._plan.delay == 0:
+                tasks += [start, Task("M", "weights", version, number)]
+            elif starts and fragment.outer.sends_first:
+                sent = fragment.started
+                late = version if sent is None else sent
+                merge = Task("M", "weights", late, number, arrives=sent is not None)
+                tasks += [start, merge]
+            else:
+                sent = fragment.started
+                if sent is not None and version == sent + self._plan.delay:
+                    tasks.append(Task("M", "weights", sent, number))
+                if starts:
+                    tasks.append(start)
+        return tasks
+
+    def needs(self, task: Task) -> list[Key]:
+        return [self._key(task)] if task.kind == "M" and task.arrives else []
+
+    def _key(self, task: Task) -> Key:
+        what: Literal["gradients", "weights"] = task.what
+        return Key(what, self._stage.index, task.number, source=task.fragment)
+
+    # ---------------------------------------------------------------- doing it
+
+    def carry_out(self, task: Task) -> None:
+        if task.kind == "S":
+            self._start(task)
+        else:
+            self._merge(task)
+
+    def _start(self, task: Task) -> None:
+        began = perf_counter()
+        if task.what == "gradients":
+            parts = _gradients_of(self._trainable)
+        else:
+            parts = self._fragments[task.fragment].start(task.number)
+        summed = not self._averaging.exact
+        self._transport.gather(self._key(task), parts, summed=summed)
+        self._record("S", task, began, perf_counter())
+
+    def _merge(self, task: Task) -> None:
+        began = perf_counter()
+        gathered = None
+        if task.arrives:
+            gathered = self._transport.receive(self._key(task))
+            self._record("A", task, gathered.sent_s, gathered.arrived_s)
+        if task.what == "gradients":
+            assert gathered is not None
+            _take_gradients(self._trainable, gathered, self._replicas)
+        else:
+            self._fragments[task.fragment].merge(gathered)
+        self._record("M", task, began, perf_counter())
+
+    def _record(self, kind: Literal["S", "A", "M"], task: Task, start: float, end: float) -> None:
+        stage = self._stage
+        self._ledger.record(
+            kind, stage.index, task.number, stage.version, start, end, replica=stage.replica
+        )
+
+    # ---------------------------------------------------------------- ending a round early
+
+    def pending(self) -> list[Key]:
+        """Averages that are under way."""
+        return [
+            Key("weights", self._stage.index, fragment.started, source=number)
+            for number, fragment in enumerate(self._fragments)
+            if fragment.started is not None
+        ]
+
+    def settle(self) -> None:
+        """All replicas have just been given the same weights: a round begins here."""
+        for fragment in self._fragments:
+            fragment.settle()
+        if self._plan is not None:
+            self._local_from = max(self._averaging.warmup, self._stage.version)
+
+    def forget(self) -> None:
+        """Weights were loaded from elsewhere: nothing of the past counts."""
+        self._fragments = []
+        self._local_from = max(self._averaging.warmup, self._stage.version)
+
+
+class _Fragment:
+    """A part of a stage's weights that is averaged as one row of numbers."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        stage: Stage,
+        averaging: Averaging,
+        plan: Plan,
+        replicas: int,
+    ) -> None:
+        weights = flatten(parameters)
+        self._parameters = parameters
+        self._stage = stage
+        self._policy = averaging.optimizer_state
+        self._keep = plan.keep
+        self._progress = plan.keep if plan.progress is None else plan.progress
+        self._replicas = replicas
+        self.outer = plan.outer(weights, replicas)
+        self.started: int | None = None
+        """The version of the weights at which the average under way was started."""
+        self._sent: Tensor | None = None
+        sizes = [parameter.numel() for parameter in parameters]
+        self._codec = codec_for(averaging.compress, weights.dtype, sizes)
+        # Few bits go far when they describe the way from a point that every replica knows.
+        relative = averaging.compress is not None and self.outer.sends == "weights"
+        self._known: Tensor | None = weights if relative else None
+
+    def start(self, version: int) -> list[Tensor]:
+        """What this replica contributes to an average that starts now."""
+        now = flatten(self._parameters)
+        part = self.outer.part(now)
+        self.started = version
+        self._sent = now if self._keep != self._progress else None
+        parts = self._codec.encode(part if self._known is None else part - self._known)
+        if self._policy == "average" and (state := self._optimizer_state()):
+            parts.append(flatten(state))
+        return parts
+
+    def merge(self, gathered: Gathered | None) -> None:
+        """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
+        mean = None if gathered is None else self._mean_of(gathered)
+        now = flatten(self._parameters)
+        target = self.outer.target(mean, now)
+        if gathered is not None and not self.outer.sends_first:
+            self.started = None
+        if target is None:
+            return
+        write(self._merged(target, now), self._parameters)
+        if self._policy == "average" and gathered is not None:
+            self._merge_state(gathered)
+        elif self._policy == "reset":
+            for optimizer in self._stage.optimizers:
+                for parameter in self._parameters:
+                    optimizer.state.pop(parameter, None)
+
+    def _mean_of(self, gathered: Gathered) -> Tensor:
+        width = 2 if isinstance(self._codec, Int8) else 1
+        rows = [self._codec.decode(parts[:width]) for parts in gathered.parts]
+        mean = mean_of(rows, self._replicas)
+        if self._known is not None:
+            mean = self._known = self._known + mean
+        return mean
+
+    def _merged(self, target: Tensor, now: Tensor) -> Tensor:
+        """X + keep (x_sent - X) + progress (x - x_sent)."""
+        if self._keep == self._progress == 0:
+            return target
+        if self._sent is None:
+            return target + self._keep * (now - target)
+        merged = target + self._keep * (self._sent - target)
+        return merged + self._progress * (now - self._sent)
+
+    def _merge_state(self, gathered: Gathered) -> None:
+        """Moments by the convex rule alone: Adam's second moment must not become negative."""
+        state = self._optimizer_state()
+        if state:
+            mean = mean_of([parts[-1] for parts in gathered.parts], self._replicas)
+            write(mean + self._keep * (flatten(state) - mean), state)
+
+    def _optimizer_state(self) -> list[Tensor]:
+        """Momentum and moments: whatever an optimizer keeps in the shape of a weight."""
+        return [
+            value
+            for parameter in self._parameters
+            for optimizer in self._stage.optimizers
+            for _, value in sorted(optimizer.state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape == parameter.shape
+            and value.dim() > 0
+        ]
+
+    def settle(self) -> None:
+        weights = flatten(self._parameters)
+        self.outer.settle(weights)
+        self.started = self._sent = None
+        if self._known is not None:
+            self._known = weights
+
+
+def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:
+    """The stage's trainable parameters, layer i in fragment i modulo ``fragments``."""
+    trainable = [p for p in stage.parameters if p.requires_grad]
+    for parameter in trainable:
+        if parameter.is_complex():
+            raise ConfigurationError(
+                f"stage {stage.index} has complex weights: averages are taken of real numbers only."
+                " Hold them as pairs of real ones (torch.view_as_real)."
+            )
+    if fragments == 1 or not trainable:
+        return [trainable] if trainable else []
+    layers: list[list[nn.Parameter]] = []
+    seen: set[int] = set()
+    for module in (inner for outer in stage.modules for inner in outer.modules()):
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+        seen |= {id(p) for p in own}
+        if own:
+            layers.append(own)
+    if len(layers) < fragments:
+        raise ConfigurationError(
+            f"fragments={fragments}, but stage {stage.index} has {len(layers)} layers with weights:"
+            f" give at most {len(layers)}, or cut the model into fewer stages."
+        )
+    return [[p for layer in layers[f::fragments] for p in layer] for f in range(fragments)]
+
+
+def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """All gradients in a row, and for each parameter whether it has one."""
+    row = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    return [row, row.new_tensor([float(p.grad is not None) for p in parameters])]
+
+
+def _take_gradients(parameters: Sequence[nn.Parameter], gathered: Gathered, replicas: int) -> None:
+    """The mean of all replicas' gradients; none where no replica has one."""
+    mean = mean_of([parts[0] for parts in gathered.parts], replicas)
+    present = mean_of([parts[1] for parts in gathered.parts], replicas).tolist()
+    for parameter, gradient, some in zip(
+        parameters, unflatten(mean, parameters), present, strict=True
+    ):
+        parameter.grad = gradient if some else None

@@ -1,0 +1,34 @@
+"""Many tensors as one row of numbers, and the mean of several rows, always in the same order."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """A fresh row with all numbers, in float32 or, if any tensor has it, float64."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
+
+
+def unflatten(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The row's numbers in the shapes of ``like``."""
+    pieces = row.split([tensor.numel() for tensor in like])
+    return [piece.view(t.shape).to(t.dtype) for piece, t in zip(pieces, like, strict=True)]
+
+
+@torch.no_grad()
+def write(row: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, values in zip(tensors, unflatten(row, tensors), strict=True):
+        tensor.copy_(values)
+
+
+def mean_of(rows: Sequence[Tensor], replicas: int) -> Tensor:
+    """Summed one after the other: the same bits wherever it is computed."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total / replicas

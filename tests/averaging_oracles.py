@@ -1,0 +1,467 @@
+"""Literal transcriptions of the averaging methods, one small function per method.
+
+Written from ``averaging_methods.md`` (section numbers in the docstrings; "corrections" is
+``corrections.md``), without the library, so that the two can be compared. Every function returns
+``history`` where ``history[k][i]`` is the weight vector of replica ``i`` after step ``k``,
+including any merge of that step, and ``history[0]`` holds the starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# gradient(replica, k, x): the gradient for local step k = 1, 2, ... at the weights x
+Gradient = Callable[[int, int, Tensor], Tensor]
+History = list[list[Tensor]]
+
+
+def copies(vectors: list[Tensor]) -> list[Tensor]:
+    """Independent float64 copies."""
+    return [vector.detach().to(torch.float64).clone() for vector in vectors]
+
+
+def mean(vectors: list[Tensor]) -> Tensor:
+    """(1/m) sum_j x^j."""
+    total = torch.zeros_like(vectors[0])
+    for vector in vectors:
+        total = total + vector
+    return total / len(vectors)
+
+
+def check_common(starts: list[Tensor]) -> None:
+    """Refuse unequal starts, for the methods that are defined from one common model only."""
+    for start in starts:
+        if not torch.equal(start, starts[0]):
+            raise ValueError("this method is defined from equal starts only")
+
+
+def check_delay(tau: int, d: int) -> None:
+    """Section 8, B4: d > tau is rejected (section 1: valid delays are 0 <= d <= tau)."""
+    if not 0 <= d <= tau:
+        raise ValueError(f"need 0 <= d <= tau, not d = {d}, tau = {tau}")
+
+
+def all_reduce(starts: list[Tensor], gradient: Gradient, steps: int, *, lr: float) -> History:
+    """Synchronous data parallel: every step applies the mean of the replicas' gradients.
+
+    Section 9.5 with H = 1 throughout, from equal starts.
+    """
+    check_common(starts)
+    x = copies(starts)
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        g = mean([gradient(i, k, x[i]) for i in range(len(x))])
+        for i in range(len(x)):
+            x[i] = x[i] - lr * g
+        history.append(copies(x))
+    return history
+
+
+def local_sgd(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    momentum: float = 0.0,
+) -> History:
+    """Local SGD (section 9, first row of the table): at k = r tau, x^i <- (1/m) sum_j x^j."""
+    x = copies(starts)
+    v = [torch.zeros_like(x_i) for x_i in x]  # local momentum, never touched by the averaging
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            v[i] = momentum * v[i] + gradient(i, k, x[i])
+            x[i] = x[i] - lr * v[i]
+        if k % tau == 0:
+            z = mean(x)
+            for i in range(len(x)):
+                x[i] = z
+        history.append(copies(x))
+    return history
+
+
+def dasgd(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    d: int,
+    xi: float,
+    momentum: float = 0.0,
+) -> History:
+    """DaSGD, the authors' rule (sections 1 and 3).
+
+    k = r tau starts the average z_r of the weights; k = r tau + d, after the local step, merges
+    x^i <- xi x^i + (1 - xi) z_r. d = 0 merges at once; d = tau merges first and then takes the
+    next snapshot, of the merged models.
+    """
+    check_delay(tau, d)
+    x = copies(starts)
+    v = [torch.zeros_like(x_i) for x_i in x]  # local momentum, never touched by the merges
+    handle: Tensor | None = None  # the average on its way
+    start = 0  # the step at which it was started
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            v[i] = momentum * v[i] + gradient(i, k, x[i])
+            x[i] = x[i] - lr * v[i]
+        if handle is not None and k == start + d:
+            z = handle
+            for i in range(len(x)):
+                x[i] = xi * x[i] + (1 - xi) * z
+            handle = None
+        if k % tau == 0:
+            buf = mean(x)
+            if d == 0:
+                z = buf
+                for i in range(len(x)):
+                    x[i] = xi * x[i] + (1 - xi) * z
+            else:
+                handle = buf
+                start = k
+        history.append(copies(x))
+    return history
+
+
+def corrected_dasgd(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    d: int,
+    xi: float,
+) -> History:
+    """The mean-preserving (delay-corrected) merge of section 2, in the loop of section 3.
+
+    At k = r tau + d: x^i <- x^i + (1 - xi)(z_r - x_{r tau}^i), with the own snapshot kept.
+    """
+    check_delay(tau, d)
+    x = copies(starts)
+    handle: Tensor | None = None
+    snapshot = copies(x)  # x_{r tau}^i
+    start = 0
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if handle is not None and k == start + d:
+            z = handle
+            for i in range(len(x)):
+                x[i] = x[i] + (1 - xi) * (z - snapshot[i])
+            handle = None
+        if k % tau == 0:
+            snapshot = copies(x)
+            buf = mean(x)
+            if d == 0:
+                z = buf
+                for i in range(len(x)):
+                    x[i] = x[i] + (1 - xi) * (z - snapshot[i])
+            else:
+                handle = buf
+                start = k
+        history.append(copies(x))
+    return history
+
+
+def overlap_local_sgd(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    alpha: float,
+    beta: float,
+) -> History:
+    """Overlap-Local-SGD (section 9.2), without the first pull toward the initial model.
+
+    At the first boundary nothing has arrived: the replicas only start the average of their own x.
+    At every later boundary, with the anchor z_r that was started at the boundary before:
+
+        x^i <- (1 - alpha) x^i + alpha z_r
+        v   <- beta v + (z_r - x^i)/eta, with the x^i just pulled (first: v = (z_r - x^i)/eta)
+        z^i <- z_r - eta v, and the average of the z^i is started
+    """
+    x = copies(starts)
+    v: list[Tensor] | None = None
+    anchor: Tensor | None = None  # z_r
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % tau == 0:
+            if anchor is None:
+                anchor = mean(x)
+            else:
+                z = anchor
+                for i in range(len(x)):
+                    x[i] = (1 - alpha) * x[i] + alpha * z
+                if v is None:
+                    v = [(z - x[i]) / lr for i in range(len(x))]
+                else:
+                    v = [beta * v[i] + (z - x[i]) / lr for i in range(len(x))]
+                anchor = mean([z - lr * v[i] for i in range(len(x))])
+        history.append(copies(x))
+    return history
+
+
+def cocod(starts: list[Tensor], gradient: Gradient, steps: int, *, lr: float, tau: int) -> History:
+    """CoCoD-SGD (section 9.3): at a boundary x^i <- z + (x^i - x_prev^i).
+
+    z is the mean of the models at the boundary before, x_prev^i the own model then; after that
+    the average of the new x^i is started. The first boundary has no z and only starts one.
+    """
+    x = copies(starts)
+    z: Tensor | None = None
+    x_prev = copies(x)
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % tau == 0:
+            if z is not None:
+                for i in range(len(x)):
+                    x[i] = z + (x[i] - x_prev[i])
+            z = mean(x)
+            x_prev = copies(x)
+        history.append(copies(x))
+    return history
+
+
+def diloco(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    nesterov: bool,
+) -> History:
+    """DiLoCo (section 9.6; the outer Nesterov step as in corrections, section 5).
+
+        Delta_m = theta^(t-H) - theta_m^(t);  Delta = mean_m Delta_m
+        v <- mu v + Delta
+        theta^(t) = theta^(t-H) - lr_o (Delta + mu v)   with Nesterov
+        theta^(t) = theta^(t-H) - lr_o v                without
+
+    and every replica restarts from theta^(t).
+    """
+    check_common(starts)
+    x = copies(starts)
+    theta = copies(starts)[0]
+    v = torch.zeros_like(theta)
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % tau == 0:
+            delta = mean([theta - x[i] for i in range(len(x))])
+            v = outer_momentum * v + delta
+            if nesterov:
+                theta = theta - outer_lr * (delta + outer_momentum * v)
+            else:
+                theta = theta - outer_lr * v
+            for i in range(len(x)):
+                x[i] = theta
+        history.append(copies(x))
+    return history
+
+
+def streaming_diloco(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    delay: int,
+    alpha: float,
+    outer_lr: float,
+    outer_momentum: float,
+    nesterov: bool,
+    fragments: list[list[int]],
+) -> History:
+    """Streaming DiLoCo (section 9.7); ``tau`` is H there and ``delay`` is tau there.
+
+    Fragment p (from 0) of P starts its averages at the steps k >= 1 with
+    k mod tau = ((p + 1) tau // P) mod tau:
+
+        Delta_{m,p} = theta_p(global) - theta_{m,p};  start the mean Delta_p
+
+    and ``delay`` steps later
+
+        theta_p(global) <- OuterOpt(theta_p(global), Delta_p)
+        theta_{m,p} <- alpha theta_{m,p} + (1 - alpha) theta_p(global)
+
+    A merge and a start of one fragment on one step: merge first; with delay 0, start and then
+    merge at once.
+    """
+    check_common(starts)
+    check_delay(tau, delay)
+    x = copies(starts)
+    count = len(fragments)
+    theta = [copies(starts)[0][index] for index in fragments]  # global copy, per fragment
+    v = [torch.zeros_like(theta_p) for theta_p in theta]  # outer momentum, per fragment
+    handle: list[Tensor | None] = [None] * count  # Delta_p on its way
+    start = [0] * count
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        for p in range(count):
+            index = fragments[p]
+            starts_now = k % tau == ((p + 1) * tau // count) % tau
+
+            if delay == 0 and starts_now:
+                handle[p] = mean([theta[p] - x[i][index] for i in range(len(x))])
+                start[p] = k
+
+            delta = handle[p]
+            if delta is not None and k == start[p] + delay:
+                v[p] = outer_momentum * v[p] + delta
+                if nesterov:
+                    theta[p] = theta[p] - outer_lr * (delta + outer_momentum * v[p])
+                else:
+                    theta[p] = theta[p] - outer_lr * v[p]
+                for i in range(len(x)):
+                    merged = x[i].clone()
+                    merged[index] = alpha * x[i][index] + (1 - alpha) * theta[p]
+                    x[i] = merged
+                handle[p] = None
+
+            if delay > 0 and starts_now:
+                handle[p] = mean([theta[p] - x[i][index] for i in range(len(x))])
+                start[p] = k
+        history.append(copies(x))
+    return history
+
+
+def eager_diloco(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    nesterov: bool,
+) -> History:
+    """Eager updates for DiLoCo (section 9.8, "eager"; outer step as in corrections, section 5).
+
+        Delta_m^t = theta_m^(t-H) - (local weights);  Delta^t = mean_m Delta_m^t
+        D~_m = (1/M) Delta_m^t + ( Delta^(t-H) - (1/M) Delta_m^(t-H) )
+        theta_m^(t) = OuterOpt_m(theta_m^(t-H), D~_m)
+
+    with Delta^(0) = Delta_m^(0) = 0. theta_m and the outer momentum are per replica.
+    """
+    x = copies(starts)
+    m = len(x)
+    theta = copies(starts)
+    v = [torch.zeros_like(x_i) for x_i in x]
+    last_own = [torch.zeros_like(x_i) for x_i in x]  # Delta_m^(t-H)
+    last_mean = torch.zeros_like(x[0])  # Delta^(t-H)
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(m):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % tau == 0:
+            own = [theta[i] - x[i] for i in range(m)]
+            for i in range(m):
+                eager = own[i] / m + (last_mean - last_own[i] / m)
+                v[i] = outer_momentum * v[i] + eager
+                if nesterov:
+                    theta[i] = theta[i] - outer_lr * (eager + outer_momentum * v[i])
+                else:
+                    theta[i] = theta[i] - outer_lr * v[i]
+                x[i] = theta[i]
+            last_own = own
+            last_mean = mean(own)
+        history.append(copies(x))
+    return history
+
+
+def co2(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    penalty: float,
+    clip: float | None,
+) -> History:
+    """CO2 (section 9.9): at a boundary send the current x, then use the average sent before.
+
+        m_t = beta m_{t-1} + (1/Lambda)(x_old - x_avg);  m_t <- clip(m_t, phi)
+        x_old <- x_old - alpha m_t;  x <- x_old
+
+    x_old is at first the start. At the first boundary nothing has arrived: x, x_old and m stay
+    as they are. The clip is an elementwise clamp to [-phi, phi], and the clamped m is kept.
+    """
+    x = copies(starts)
+    x_old = copies(starts)
+    m = [torch.zeros_like(x_i) for x_i in x]
+    sent: Tensor | None = None
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(len(x)):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % tau == 0:
+            x_avg = sent
+            sent = mean(x)
+            if x_avg is not None:
+                for i in range(len(x)):
+                    m[i] = outer_momentum * m[i] + (1 / penalty) * (x_old[i] - x_avg)
+                    if clip is not None:
+                        m[i] = m[i].clamp(-clip, clip)
+                    x_old[i] = x_old[i] - outer_lr * m[i]
+                    x[i] = x_old[i]
+        history.append(copies(x))
+    return history
+
+
+def post_local_sgd(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    switch: int,
+) -> History:
+    """Post-local SGD (section 9.5): H(t) = 1 until ``switch``, then H = tau.
+
+    The first ``switch`` steps apply the mean of the gradients (from equal starts that is H = 1);
+    after that local SGD, with boundaries at k = switch + r tau, r >= 1.
+    """
+    check_common(starts)
+    x = copies(starts)
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        if k <= switch:
+            g = mean([gradient(i, k, x[i]) for i in range(len(x))])
+            for i in range(len(x)):
+                x[i] = x[i] - lr * g
+        else:
+            for i in range(len(x)):
+                x[i] = x[i] - lr * gradient(i, k, x[i])
+            if (k - switch) % tau == 0:
+                z = mean(x)
+                for i in range(len(x)):
+                    x[i] = z
+        history.append(copies(x))
+    return history
