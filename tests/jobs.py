@@ -9,7 +9,8 @@ from torch import nn
 
 import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
-from offbeat.methods import Method
+from offbeat.averaging import Averaging, DaSGD
+from offbeat.methods import Method, StaleWeights
 
 
 def dropout_net() -> nn.Sequential:
@@ -59,6 +60,110 @@ def train_all(jobs: list[tuple[str, Method, int, str, dict[str, Any]]]) -> list[
         train(model, method, stages, optimizer, **settings)
         for model, method, stages, optimizer, settings in jobs
     ]
+
+
+def train_replicas(
+    model: str, method: Method, averaging: Averaging, replicas: int, stages: int, **settings: Any
+) -> dict[str, Any]:
+    """As :func:`train`, with replicas: everything that is the same in any layout."""
+    network, batches = job_of(model)
+    trainer = trainer_for(
+        network,
+        method,
+        OPTIMIZERS["momentum"],
+        stages=stages,
+        replicas=replicas,
+        averaging=averaging,
+        seed=3,
+        **settings,
+    )
+    whole = [(x, y) for x, y in batches if len(x) % replicas == 0]
+    for x, y in trainer.batches(whole * 2):
+        trainer.step(x, y)
+    found = {
+        "before": trainer.state_dict(),
+        "evaluations": [trainer.evaluate(whole), trainer.evaluate(whole, of="replica")],
+    }
+    trainer.flush()
+    ledger = trainer.ledger
+    pairs = [(r, k) for r in range(replicas) for k in range(stages)]
+    found["after"] = trainer.state_dict()
+    found["lags"] = [ledger.lags(k, r) for r, k in pairs]
+    found["losses"] = [ledger.losses(stages - 1, r) for r in range(replicas)]
+    found["merges"] = [
+        [(e.batch, e.version) for e in ledger if (e.kind, e.replica, e.stage) == ("M", r, k)]
+        for r, k in pairs
+    ]
+    return found
+
+
+def train_all_replicas(
+    jobs: list[tuple[str, Method, Averaging, int, int, dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    return [
+        train_replicas(model, method, averaging, replicas, stages, **settings)
+        for model, method, averaging, replicas, stages, settings in jobs
+    ]
+
+
+def train_with_ddp() -> dict[str, Any]:
+    """The data of :func:`train_replicas` under DistributedDataParallel."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    network, batches = job_of("cnn")
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(network)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    for x, y in [(x, y) for x, y in batches if len(x) % size == 0] * 2:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x.chunk(size)[rank]), y.chunk(size)[rank]).backward()
+        optimizer.step()
+    state = network.state_dict()
+    dist.destroy_process_group()
+    return state
+
+
+def look_at_mesh() -> tuple[Any, ...]:
+    network, _ = job_of("cnn")
+    trainer = trainer_for(network, cuts=[4], replicas=2)
+    mesh = trainer.mesh
+    assert mesh is not None
+    return mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate(), mesh["stage"].size()
+
+
+def read_by_sampler() -> dict[str, Any]:
+    """Trains with a loader that reads only this process's rows."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    network, batches = job_of("cnn")
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    trainer = trainer_for(network, StaleWeights(), cuts=[4], replicas=2, averaging=DaSGD(2, 1))
+    sampler = trainer.sampler(len(x), 8, seed=5, drop_last=True)
+    loader = DataLoader(TensorDataset(x, y), batch_sampler=sampler)
+    for _ in range(2):
+        for xs, ys in trainer.batches(loader):
+            trainer.step(xs, ys)
+    return trainer.state_dict()
+
+
+def feed_everyone_alike() -> None:
+    network, batches = job_of("cnn")
+    trainer = trainer_for(network, replicas=2, averaging=DaSGD(2, 1))
+    trainer.step(*batches[0])
+
+
+def lose_a_replica() -> None:
+    """Replica 1 ends without a word in the middle of a run."""
+    import os
+
+    network, batches = job_of("cnn")
+    trainer = trainer_for(network, replicas=2, averaging=DaSGD(2, 1), timeout=60.0)
+    for n, (x, y) in enumerate(trainer.batches(batches[:-1] * 50)):
+        if n == 5 and os.environ["RANK"] == "1":
+            os._exit(7)
+        trainer.step(x, y)
 
 
 def ping(value: int) -> int:

@@ -131,7 +131,7 @@ class Averager:
             assert gathered is not None
             _take_gradients(self._trainable, gathered, self._replicas)
         else:
-            self._fragments[task.fragment].merge(gathered)
+            self._fragments[task.fragment].merge(task.number, gathered)
         self._record("M", task, began, perf_counter())
 
     def _record(self, kind: Literal["S", "A", "M"], task: Task, start: float, end: float) -> None:
@@ -187,9 +187,11 @@ class _Fragment:
         self._sent: Tensor | None = None
         sizes = [parameter.numel() for parameter in parameters]
         self._codec = codec_for(averaging.compress, weights.dtype, sizes)
-        # Few bits go far when they describe the way from a point that every replica knows.
+        # Few bits go far when they describe the way from a point that every replica knows: the
+        # last average. A late one is measured from the point known when it was started.
         relative = averaging.compress is not None and self.outer.sends == "weights"
         self._known: Tensor | None = weights if relative else None
+        self._measured_from: dict[int, Tensor] = {}
 
     def start(self, version: int) -> list[Tensor]:
         """What this replica contributes to an average that starts now."""
@@ -197,14 +199,17 @@ class _Fragment:
         part = self.outer.part(now)
         self.started = version
         self._sent = now if self._keep != self._progress else None
-        parts = self._codec.encode(part if self._known is None else part - self._known)
+        if self._known is not None:
+            self._measured_from[version] = self._known
+            part = part - self._known
+        parts = self._codec.encode(part)
         if self._policy == "average" and (state := self._optimizer_state()):
             parts.append(flatten(state))
         return parts
 
-    def merge(self, gathered: Gathered | None) -> None:
+    def merge(self, number: int, gathered: Gathered | None) -> None:
         """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
-        mean = None if gathered is None else self._mean_of(gathered)
+        mean = None if gathered is None else self._mean_of(number, gathered)
         now = flatten(self._parameters)
         target = self.outer.target(mean, now)
         if gathered is not None and not self.outer.sends_first:
@@ -219,12 +224,12 @@ class _Fragment:
                 for parameter in self._parameters:
                     optimizer.state.pop(parameter, None)
 
-    def _mean_of(self, gathered: Gathered) -> Tensor:
+    def _mean_of(self, number: int, gathered: Gathered) -> Tensor:
         width = 2 if isinstance(self._codec, Int8) else 1
         rows = [self._codec.decode(parts[:width]) for parts in gathered.parts]
         mean = mean_of(rows, self._replicas)
         if self._known is not None:
-            mean = self._known = self._known + mean
+            mean = self._known = self._measured_from.pop(number) + mean
         return mean
 
     def _merged(self, target: Tensor, now: Tensor) -> Tensor:
@@ -260,6 +265,7 @@ class _Fragment:
         weights = flatten(self._parameters)
         self.outer.settle(weights)
         self.started = self._sent = None
+        self._measured_from.clear()
         if self._known is not None:
             self._known = weights
 

@@ -1,0 +1,198 @@
+"""One run: a configuration, a seed, a learning rate."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from benchmarks.averaging.configurations import CONFIGURATIONS
+from benchmarks.averaging.data import Cifar
+from benchmarks.averaging.graphs import Graphed, largest_difference
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import offbeat
+from offbeat.zoo import resnet
+from offbeat.zoo.resnet import GlobalAverage
+
+Replay = Literal["eager", "graphs"]
+Stopping = Callable[[], bool]
+PEAK_AT, LOWEST = 0.25, 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all runs of a file share."""
+
+    model: str
+    """"cnn", or the depth of a ResNet."""
+    rows: int
+    test_rows: int
+    epochs: int
+    replicas: int
+    rows_per_replica: int
+    momentum: float
+    weight_decay: float
+    autocast: bool
+    channels_last: bool
+    replay: Replay
+
+    @property
+    def batch(self) -> int:
+        return self.replicas * self.rows_per_replica
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * (self.rows // self.batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    configuration: str
+    seed: int
+    lr: float
+    setting: Setting
+
+    def words(self) -> dict[str, Any]:
+        """What tells runs apart in the results."""
+        return asdict(self)
+
+    def is_among(self, rows: Iterable[dict[str, Any]]) -> bool:
+        words = self.words()
+        return any(all(row.get(key) == words[key] for key in words) for row in rows)
+
+
+class Stopped(Exception):
+    """The time is up."""
+
+
+def model_named(name: str) -> nn.Sequential:
+    if name != "cnn":
+        return resnet(int(name))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        GlobalAverage(),
+        nn.Linear(16, 10),
+    )
+
+
+def share_of_peak(step: int, steps: int) -> float:
+    """One cycle: linear up for a quarter of the run, linear down to a hundredth."""
+    peak = max(1, round(PEAK_AT * steps))
+    rising = step / peak
+    share = rising if step < peak else 1 - (step - peak) / max(1, steps - peak)
+    return LOWEST + (1 - LOWEST) * max(0.0, share)
+
+
+def network_for(job: Job, device: torch.device) -> nn.Module:
+    torch.manual_seed(job.seed)
+    model = model_named(job.setting.model).to(device)
+    if job.setting.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def trainer_for(job: Job, device: torch.device) -> offbeat.Trainer:
+    setting = job.setting
+    model = network_for(job, device)
+
+    def sgd(parameters: list[nn.Parameter]) -> torch.optim.SGD:
+        return torch.optim.SGD(
+            parameters,
+            lr=job.lr,
+            momentum=setting.momentum,
+            weight_decay=setting.weight_decay,
+            fused=device.type == "cuda",
+        )
+
+    return offbeat.Trainer(
+        Graphed(model) if setting.replay == "graphs" else model,
+        loss=_loss,
+        optimizer=sgd,
+        scheduler=lambda optimizer: LambdaLR(
+            optimizer, lambda step: share_of_peak(step, setting.steps)
+        ),
+        replicas=setting.replicas,
+        averaging=CONFIGURATIONS[job.configuration].averaging,
+        seed=job.seed,
+        autocast=torch.bfloat16 if setting.autocast else None,
+    )
+
+
+def _loss(output: Any, target: Any) -> Tensor:
+    return F.cross_entropy(output.float(), target)
+
+
+def train(job: Job, data: Cifar, device: torch.device, stopping: Stopping) -> dict[str, Any]:
+    """Trains and scores: replica 0 as it is, then the average of all."""
+    setting, began = job.setting, time.perf_counter()
+    trainer = trainer_for(job, device)
+    losses: list[Tensor] = []
+    for epoch in range(setting.epochs):
+        losses.clear()  # the last epoch's are reported
+        for x, y in data.batches(setting.batch, seed=job.seed, epoch=epoch):
+            if stopping():
+                raise Stopped
+            loss = trainer.step(_laid_out(x, setting), y)
+            assert loss is not None
+            losses.append(loss)
+    train_loss = float(torch.stack(losses).mean())
+    trained = time.perf_counter()
+    test = [(_laid_out(x, setting), y) for x, y in data.test]
+    replica = trainer.evaluate(test, of="replica")
+    trainer.flush()
+    average = trainer.evaluate(test)
+    return {
+        "accuracy": average.accuracy,
+        "loss": _finite(average.loss),
+        "replica_accuracy": replica.accuracy,
+        "replica_loss": _finite(replica.loss),
+        "last_epoch_train_loss": _finite(train_loss),
+        "test_rows": average.rows,
+        "train_s": round(trained - began, 2),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def time_steps(job: Job, data: Cifar, device: torch.device, steps: int = 12) -> dict[str, Any]:
+    """Seconds per step after a few unwatched ones; graphs must first prove themselves right."""
+    found: dict[str, Any] = {}
+    setting, size = job.setting, job.setting.batch
+    x, y = next(data.batches(size, seed=0, epoch=0))
+    x = _laid_out(x, setting)
+    if setting.replay == "graphs":
+        rows = setting.rows_per_replica
+        found["difference"] = largest_difference(network_for(job, device), x[:rows], y[:rows])
+    trainer = trainer_for(job, device)
+    for _ in range(4):
+        trainer.step(x, y)
+    began = time.perf_counter()
+    for _ in range(steps):
+        loss = trainer.step(x, y)
+    assert loss is not None
+    float(loss)
+    return found | {"step_s": (time.perf_counter() - began) / steps}
+
+
+def forget(device: torch.device) -> None:
+    """Gives back what the last run held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _laid_out(x: Tensor, setting: Setting) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if setting.channels_last else x
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,115 @@
+"""Draws the time per step against the rate of the links, one line per contestant.
+
+python benchmarks/slow_link/figure.py benchmarks/slow_link/results.json
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.slow_link.summary import ALONE, LINK, Point, points
+
+# Okabe and Ito's palette; the three DaSGDs are one hue, darker with more delay.
+STYLES: dict[str, tuple[str, str]] = {
+    "DDP": ("#000000", "o"),
+    "DDP 1 MB buckets": ("#777777", "s"),
+    "AllReduce": ("#E69F00", "^"),
+    "LocalSGD": ("#009E73", "D"),
+    "DaSGD delay 1": ("#9ECAE8", "P"),
+    "DaSGD delay 2": ("#4292C6", "P"),
+    "DaSGD delay 4": ("#084594", "P"),
+}
+TITLES = {
+    "real": "real work, one core for everything",
+    "sleep": "work made by sleeping: cores free for the network",
+}
+TICKS = (1, 1.25, 1.5, 2, 3, 4, 6, 8)
+
+
+def draw(results: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(6.2 * len(results), 5.6), layout="constrained")
+    panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
+    for axes, (compute, result) in zip(panels, results.items(), strict=True):
+        draw_panel(axes, result)
+        axes.set_title(TITLES[compute], loc="left", fontsize=11)
+    panels[0].set_ylabel("mean time per step, times a replica alone")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def draw_panel(axes: Axes, result: dict[str, Any]) -> None:
+    found = points(result)
+    rates = result["setting"]["rates"]
+    for name, (colour, marker) in STYLES.items():
+        mine = sorted((p for p in found if p.name == name), key=lambda p: p.mbit)
+        axes.errorbar(
+            [p.mbit for p in mine],
+            [p.ratio for p in mine],
+            yerr=[
+                [max(0.0, p.ratio - p.low) for p in mine],
+                [max(0.0, p.high - p.ratio) for p in mine],
+            ],
+            color=colour,
+            marker=marker,
+            markersize=5,
+            capsize=2,
+            linewidth=1.5,
+            label=name,
+        )
+        if mine[0].average_steps is not None:
+            axes.plot(*formula(mine), "--", color=colour, linewidth=1, alpha=0.9)
+    axes.plot([], [], "--", color="#777777", linewidth=1, label="formula")
+    axes.axhline(1, color="#CC79A7", linewidth=1.2, label=ALONE, zorder=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(rates))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(rates, [_tick(found, mbit) for mbit in rates], fontsize=9)
+    top = max(p.high for p in found if p.name in STYLES)
+    ticks = [tick for tick in TICKS if tick < 1.3 * top]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("rate of each link, Mbit/s; below: a bare all-reduce, in steps")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def formula(mine: list[Point]) -> tuple[np.ndarray, np.ndarray]:
+    """The formula between the rates too: an average's time is a line over the inverse rate."""
+    mbit = np.geomspace(mine[0].mbit, mine[-1].mbit, 200)
+    taken = np.interp(
+        1 / mbit,
+        [1 / p.mbit for p in reversed(mine)],
+        [p.average_steps or 0.0 for p in reversed(mine)],
+    )
+    every, delay = mine[0].every, mine[0].delay
+    return mbit, (every + np.maximum(0.0, taken - delay)) / every
+
+
+def _tick(found: list[Point], mbit: float) -> str:
+    (steps,) = (p.ratio for p in found if (p.name, p.mbit) == (LINK, mbit))
+    return f"{mbit:g}\n({steps:.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
+    arguments = parser.parse_args()
+    out = arguments.out or arguments.results.with_suffix(".png")
+    draw(json.loads(arguments.results.read_text())).savefig(out, dpi=120)
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Numbers from raw results: what is printed, tabulated and drawn is computed here and nowhere else.
+
+The formula: a round of ``every`` steps takes ``every * t_step + max(0, t_allreduce - delay *
+t_step)``, where t_step is the step of a replica that trains alone and t_allreduce is read off the
+ledger: from when the last replica sent its part to when the average had arrived there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, median, quantiles
+from typing import Any
+
+HIDDEN_WITHIN, FORMULA_WITHIN = 0.03, 0.10
+ALONE, LINK = "alone", "bare all-reduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One contestant at one rate: medians over rounds of what was divided within a round."""
+
+    name: str
+    mbit: float
+    every: int
+    delay: int
+    ratio: float
+    """Mean time per step over that of a replica alone."""
+    low: float
+    high: float
+    """First and third quartile over the rounds."""
+    average_steps: float | None
+    """What an average took, in steps of a replica alone; None where no ledger was kept."""
+    predicted: float | None
+    """The ratio by the formula."""
+    off: float | None
+    """How much longer a round took than by the formula, as a share of it."""
+    exposed_steps: float | None
+    """By the ledger: for how long a replica stood still per average, in steps."""
+    step_ms: float
+    cpu_ms: float
+    """Of all threads of a process, per step."""
+    busy_ms: float
+    """Of the process's core, per step, the kernel's part in sending included."""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether an average takes at most ``delay`` steps."""
+        return self.average_steps is not None and self.average_steps <= self.delay
+
+
+def points(result: dict[str, Any]) -> list[Point]:
+    cells: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    alone = {
+        (turn["round"], turn["mbit"]): _pace(turn)
+        for turn in result["turns"]
+        if turn["name"] == ALONE
+    }
+    for turn in result["turns"]:
+        cells.setdefault((turn["name"], turn["mbit"]), []).append(turn)
+    return [
+        _point(name, mbit, turns, alone, result)
+        for (name, mbit), turns in cells.items()
+    ]  # fmt: skip
+
+
+def _pace(turn: dict[str, Any]) -> float:
+    """Mean seconds per step of the slowest host."""
+    return max(fmean(host["step_s"]) for host in turn["hosts"])
+
+
+def _point(
+    name: str,
+    mbit: float,
+    turns: list[dict[str, Any]],
+    alone: dict[tuple[int, float], float],
+    result: dict[str, Any],
+) -> Point:
+    setting = result["setting"]["contestants"][name]
+    every, delay = setting["every"], setting["delay"]
+    units = [alone[turn["round"], turn["mbit"]] for turn in turns]
+    ratios = [_pace(turn) / unit for turn, unit in zip(turns, units, strict=True)]
+    steps = predicted = off = exposed = None
+    if name in result["averages"]:
+        found = [_averages(result["averages"][name], turn, every, delay) for turn in turns]
+        taken = [took / unit for (took, _), unit in zip(found, units, strict=True)]
+        by_formula = [(every + max(0.0, took - delay)) / every for took in taken]
+        steps, predicted = median(taken), median(by_formula)
+        exposed = median(wait / unit for (_, wait), unit in zip(found, units, strict=True))
+        off = median(m / p for m, p in zip(ratios, by_formula, strict=True)) - 1
+    elif name == LINK:
+        steps = median(ratios)
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Point(
+        name=name,
+        mbit=mbit,
+        every=every,
+        delay=delay,
+        ratio=median(ratios),
+        low=low,
+        high=high,
+        average_steps=steps,
+        predicted=predicted,
+        off=off,
+        exposed_steps=exposed,
+        step_ms=1000 * median(map(_pace, turns)),
+        cpu_ms=1000 * median(_per_step(turn, lambda host: host["cpu_s"]) for turn in turns),
+        busy_ms=1000
+        * median(
+            _per_step(turn, lambda host: host["core_busy"] * sum(host["step_s"])) for turn in turns
+        ),
+    )
+
+
+def _per_step(turn: dict[str, Any], value: Callable[[dict[str, Any]], float]) -> float:
+    return fmean(value(host) / len(host["step_s"]) for host in turn["hosts"])
+
+
+def _averages(
+    rows: list[list[float]], turn: dict[str, Any], every: int, delay: int
+) -> tuple[float, float]:
+    """Means over the averages merged in a turn: what they took, and the wait they caused."""
+    first = turn["hosts"][0]["first"]
+    last = first + len(turn["hosts"][0]["step_s"])
+    # Gradients are numbered by the version they are about to change, weights by their own.
+    ahead = 1 if every == 1 else delay
+    took: dict[int, list[float]] = {}
+    waits: list[float] = []
+    for _, number, sent, arrived, wait in rows:
+        if first < number + ahead <= last:
+            took.setdefault(int(number), []).append(arrived - sent)
+            waits.append(wait)
+    # An all-reduce begins when the last replica joins: that one sees how long it really takes.
+    return fmean(min(times) for times in took.values()), fmean(waits)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result in Markdown: times a replica alone, in brackets what the formula says."""
+    found = {(point.name, point.mbit): point for point in points(result)}
+    rates = result["setting"]["rates"]
+    names = [name for name in result["setting"]["contestants"] if name != ALONE]
+    lines = [
+        "| contestant | " + " | ".join(f"{mbit:g} Mbit/s" for mbit in rates) + " |",
+        "|---|" + "---|" * len(rates),
+    ]
+    alone = [found[ALONE, mbit] for mbit in rates]
+    lines.append("| alone, ms a step | " + " | ".join(f"{p.step_ms:.1f}" for p in alone) + " |")
+    for name in names:
+        cells = []
+        for mbit in rates:
+            point = found[name, mbit]
+            formula = "" if point.predicted is None else f" ({point.predicted:.3f})"
+            cells.append(f"{point.ratio:.3f}{formula}")
+        label = f"{name}, in steps" if name == LINK else name
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def details(result: dict[str, Any]) -> str:
+    """What averages took, how much of it was waited for, and the processor time of it all."""
+    lines = [
+        "| contestant | Mbit/s | average, steps | waited for, steps | formula off by |"
+        " extra CPU per step, ms | extra core time per step, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = points(result)
+    alone = {point.mbit: point for point in found if point.name == ALONE}
+    for p in sorted(found, key=lambda p: (p.name, -p.mbit)):
+        if p.name in (ALONE, LINK):
+            continue
+        base = alone[p.mbit]
+        averages = "| - | - | - |"
+        if p.average_steps is not None and p.exposed_steps is not None and p.off is not None:
+            averages = f"| {p.average_steps:.2f} | {p.exposed_steps:.2f} | {p.off:+.1%} |"
+        lines.append(
+            f"| {p.name} | {p.mbit:g} {averages} {p.cpu_ms - base.cpu_ms:.1f} |"
+            f" {p.busy_ms - base.busy_ms:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def claims(result: dict[str, Any]) -> list[str]:
+    """Whether each claim holds, with the numbers behind it."""
+    every = points(result)
+    delayed = [point for point in every if point.delay > 0 and point.average_steps is not None]
+    hidden = [point for point in delayed if point.hidden]
+    beyond = [point for point in delayed if not point.hidden]
+    return [*_hidden_claims(hidden, every), *_formula_claims(beyond)]
+
+
+def _hidden_claims(hidden: list[Point], every: list[Point]) -> list[str]:
+    if not hidden:
+        return ["1 not tested: no average took at most `delay` steps; give faster links"]
+    worst = max(hidden, key=lambda point: abs(point.ratio - 1))
+    good = [point for point in hidden if abs(point.ratio - 1) <= HIDDEN_WITHIN]
+    lines = [
+        f"{_answer(len(good) == len(hidden))} 1a: where an average takes at most `delay` steps,"
+        f" DaSGD's step is within {HIDDEN_WITHIN:.0%} of a replica alone"
+        f" ({len(good)} of {len(hidden)} points; farthest {_words(worst)})"
+    ]
+    ahead, words = True, []
+    for point in hidden:
+        ddp = min(p.ratio for p in every if p.name.startswith("DDP") and p.mbit == point.mbit)
+        ahead &= ddp > point.ratio
+        words.append(ddp)
+    lines.append(
+        f"{_answer(ahead)} 1b: at each of these points the better DDP is slower"
+        f" ({min(words):.2f} to {max(words):.2f} times a replica alone)"
+    )
+    return lines
+
+
+def _formula_claims(beyond: list[Point]) -> list[str]:
+    if not beyond:
+        return ["2 not tested: no average took more than `delay` steps; give slower links"]
+    worst = max(beyond, key=lambda point: abs(point.off or 0.0))
+    good = [point for point in beyond if abs(point.off or 0.0) <= FORMULA_WITHIN]
+    extras = [
+        (point.ratio - 1) / ((point.predicted or 1.0) - 1)
+        for point in beyond
+        if point.average_steps is not None and point.average_steps - point.delay >= 0.5
+    ]
+    lines = [
+        f"{_answer(len(good) == len(beyond))} 2a: beyond that a round takes what the formula says,"
+        f" within {FORMULA_WITHIN:.0%} ({len(good)} of {len(beyond)} points; farthest"
+        f" {_words(worst)}, off by {worst.off or 0.0:+.1%})"
+    ]
+    if extras:
+        within = all(abs(extra - 1) <= FORMULA_WITHIN for extra in extras)
+        lines.append(
+            f"{_answer(within)} 2b: so does the extra time alone, where it is half a step a round"
+            f" or more ({min(extras):.2f} to {max(extras):.2f} of the formula's)"
+        )
+    return lines
+
+
+def _answer(yes: bool) -> str:
+    return "yes" if yes else "NO "
+
+
+def _words(point: Point) -> str:
+    steps = point.average_steps or 0.0
+    return f"{point.name} at {point.mbit:g} Mbit/s, average {steps:.2f} steps, {point.ratio:.3f}"

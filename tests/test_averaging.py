@@ -1,0 +1,705 @@
+"""Replicas in one process: every averaging against its oracle, the identities, the policies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import averaging_oracles as oracles
+import offbeat
+from averaging_oracles import Gradient, History
+from helpers import OPTIMIZERS, Factory, assert_same_bits, cnn, image_batches, mlp, plain_loop
+from offbeat.averaging import (
+    AVERAGINGS,
+    CO2,
+    AllReduce,
+    Averaging,
+    CoCoD,
+    DaSGD,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    PostLocalSGD,
+    StreamingDiLoCo,
+    averaging_named,
+    rows,
+)
+from offbeat.averaging import engine as averaging_engine
+from offbeat.averaging.compression import Int8, codec_for
+from offbeat.averaging.engine import Averager, Task
+from offbeat.averaging.outer import EagerStep, LateStep, Mean, Step
+from offbeat.errors import BatchError, ConfigurationError
+from offbeat.methods import ADL, DSP, GPipe, Method, PipeDream, StaleWeights, Synchronous
+from offbeat.stage import Stage
+
+REPLICAS, ROWS, STEPS, LR = 3, 4, 23, 0.1
+Batch = tuple[Tensor, Tensor]
+
+
+def batches_for(replicas: int, steps: int = STEPS) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+    count = replicas * ROWS
+    return [
+        (
+            torch.randn(count, 6, generator=generator, dtype=torch.float64),
+            torch.randint(4, (count,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def row_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def gradient_of(model: nn.Module, batches: list[Batch], replicas: int) -> Gradient:
+    """The gradient of one replica's part of batch k at any weights, by plain autograd."""
+    scratch = copy.deepcopy(model)
+
+    def gradient(replica: int, k: int, x: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(x, scratch.parameters())
+        inputs, targets = (part.chunk(replicas)[replica] for part in batches[k - 1])
+        loss = nn.functional.cross_entropy(scratch(inputs), targets)
+        return torch.cat(
+            [g.reshape(-1) for g in torch.autograd.grad(loss, list(scratch.parameters()))]
+        )
+
+    return gradient
+
+
+def trainer_with(
+    averaging: Averaging | None,
+    *,
+    replicas: int = REPLICAS,
+    model: nn.Module | None = None,
+    optimizer: Factory = OPTIMIZERS["sgd"],
+    **settings: Any,
+) -> offbeat.Trainer:
+    return offbeat.Trainer(
+        mlp() if model is None else copy.deepcopy(model),
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        replicas=replicas,
+        averaging=averaging,
+        **settings,
+    )
+
+
+def rows_now(trainer: offbeat.Trainer) -> list[Tensor]:
+    """The weights of every replica, as one row each."""
+    return [
+        torch.cat([row_of(w.stage.module) for w in trainer._workers if w.stage.replica == replica])
+        for replica in range(trainer.replicas)
+    ]
+
+
+def history_of(trainer: offbeat.Trainer, batches: list[Batch]) -> History:
+    history = []
+    for x, y in batches:
+        trainer.step(x, y)
+        history.append(rows_now(trainer))
+    return history
+
+
+def assert_close(ours: History, theirs: History, tolerance: float = 1e-12) -> None:
+    assert len(ours) == len(theirs)
+    for k, (mine, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        for replica, (a, b) in enumerate(zip(mine, other, strict=True)):
+            assert (a - b).abs().max() <= tolerance, f"step {k}, replica {replica}"
+
+
+# ------------------------------------------------------------------ oracles
+
+
+@dataclass(frozen=True)
+class Case:
+    averaging: Averaging
+    oracle: Callable[..., History]
+    settings: dict[str, Any]
+    momentum: bool = False
+
+
+LAYERS = [56, 63, 48, 28]  # parameters of the four linear layers of ``mlp()``
+
+
+def coordinates(fragments: int) -> list[list[int]]:
+    """Coordinates of each fragment: layer i belongs to fragment i modulo their number."""
+    ends = torch.tensor([0, *LAYERS]).cumsum(0).tolist()
+    spans = [list(range(a, b)) for a, b in pairwise(ends)]
+    return [[c for span in spans[f::fragments] for c in span] for f in range(fragments)]
+
+
+def nesterov(lr: float, momentum: float = 0.9) -> dict[str, Any]:
+    return {"outer_lr": lr, "outer_momentum": momentum, "nesterov": True}
+
+
+CASES = {
+    "all-reduce": Case(AllReduce(), oracles.all_reduce, {}),
+    "local": Case(LocalSGD(4), oracles.local_sgd, {"tau": 4}),
+    "local, momentum": Case(LocalSGD(4), oracles.local_sgd, {"tau": 4}, momentum=True),
+    "post-local": Case(PostLocalSGD(3, switch=5), oracles.post_local_sgd, {"tau": 3, "switch": 5}),
+    "dasgd": Case(DaSGD(4, 1), oracles.dasgd, {"tau": 4, "d": 1, "xi": 0.25}),
+    "dasgd, momentum": Case(
+        DaSGD(4, 2, 0.5), oracles.dasgd, {"tau": 4, "d": 2, "xi": 0.5}, momentum=True
+    ),
+    "dasgd, no delay": Case(DaSGD(3, 0, 0.4), oracles.dasgd, {"tau": 3, "d": 0, "xi": 0.4}),
+    "dasgd, whole round": Case(DaSGD(3, 3, 0.4), oracles.dasgd, {"tau": 3, "d": 3, "xi": 0.4}),
+    "mean-preserving": Case(
+        DaSGD(4, 2, 0.25, 1.0), oracles.corrected_dasgd, {"tau": 4, "d": 2, "xi": 0.25}
+    ),
+    "mean-preserving, whole round": Case(
+        DaSGD(3, 3, 0.25, 1.0), oracles.corrected_dasgd, {"tau": 3, "d": 3, "xi": 0.25}
+    ),
+    "cocod": Case(CoCoD(3), oracles.cocod, {"tau": 3}),
+    "overlap": Case(
+        OverlapLocalSGD(3, pull=0.6), oracles.overlap_local_sgd, {"tau": 3, "alpha": 0.6, "beta": 0}
+    ),
+    "overlap, anchor momentum": Case(
+        OverlapLocalSGD(3, pull=0.6, momentum=0.7),
+        oracles.overlap_local_sgd,
+        {"tau": 3, "alpha": 0.6, "beta": 0.7},
+    ),
+    "diloco": Case(DiLoCo(4), oracles.diloco, {"tau": 4} | nesterov(0.7)),
+    "diloco, heavy ball": Case(
+        DiLoCo(4, outer_lr=0.5, outer_momentum=0.8, nesterov=False),
+        oracles.diloco,
+        {"tau": 4, "outer_lr": 0.5, "outer_momentum": 0.8, "nesterov": False},
+    ),
+    "streaming, three fragments": Case(
+        StreamingDiLoCo(6, fragments=3, delay=2, mix=0.5, outer_lr=0.4),
+        oracles.streaming_diloco,
+        {"tau": 6, "delay": 2, "alpha": 0.5, "fragments": coordinates(3)} | nesterov(0.4),
+    ),
+    "streaming, uneven": Case(
+        StreamingDiLoCo(5, fragments=2, delay=5, mix=0.25),
+        oracles.streaming_diloco,
+        {"tau": 5, "delay": 5, "alpha": 0.25, "fragments": coordinates(2)} | nesterov(0.7),
+    ),
+    "eager": Case(EagerDiLoCo(4), oracles.eager_diloco, {"tau": 4} | nesterov(0.7)),
+    "co2": Case(
+        CO2(3), oracles.co2,
+        {"tau": 3, "outer_lr": 1.0, "outer_momentum": 0.5, "penalty": 1.0, "clip": None},
+    ),
+    "co2, clipped": Case(
+        CO2(3, outer_lr=0.9, outer_momentum=0.2, penalty=2.0, clip=0.01), oracles.co2,
+        {"tau": 3, "outer_lr": 0.9, "outer_momentum": 0.2, "penalty": 2.0, "clip": 0.01},
+    ),
+}  # fmt: skip
+
+
+def check(case: Case, replicas: int = REPLICAS) -> None:
+    batches = batches_for(replicas)
+    momentum: dict[str, Any] = {"momentum": 0.9} if case.momentum else {}
+    trainer = trainer_with(
+        case.averaging,
+        replicas=replicas,
+        optimizer=lambda params: torch.optim.SGD(params, lr=LR, **momentum),
+    )
+    gradient = gradient_of(mlp(), batches, replicas)
+    starts = [row_of(mlp())] * replicas
+    wanted = case.oracle(starts, gradient, STEPS, lr=LR, **case.settings, **momentum)
+    assert_close(history_of(trainer, batches), wanted[1:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name: str) -> None:
+    check(CASES[name])
+
+
+VECTORS = {
+    # Section 7 of the reference: after steps 4, 5, 8 and 9, from unequal starts.
+    DaSGD(4, 1, 0.25): [
+        (0.3439, 1.6878), (0.864265, 1.2166425), (0.90104918, 1.69993238),
+        (1.20310415, 1.43285287),
+    ],
+    DaSGD(4, 4, 0.4): [
+        (0.3439, 1.6878), (0.40951, 1.81902), (0.83732312, 1.46513623), (0.85359080, 1.61862261),
+    ],
+    OverlapLocalSGD(4, pull=0.6): [
+        (0.3439, 1.6878), (0.40951, 1.81902), (0.83732312, 1.46513623), (0.85359080, 1.61862261),
+    ],
+    DaSGD(4, 1, 0.25, progress=1.0): [
+        (0.3439, 1.6878), (0.9134725, 1.3150575), (0.93692145, 1.77167692),
+        (1.25626261, 1.58147593),
+    ],
+    CoCoD(4): [
+        (0.3439, 1.6878), (0.40951, 1.81902), (1.24148279, 1.46711558), (1.21733451, 1.62040402),
+    ],
+    LocalSGD(4): [
+        (1.01585, 1.01585), (1.014265, 1.214265), (1.35429918, 1.35429918),
+        (1.31886927, 1.51886927),
+    ],
+}  # fmt: skip
+
+
+class Point(nn.Module):
+    """One weight x; with the loss below its gradient is x - c."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, c: Tensor) -> Tensor:
+        return self.x - c
+
+
+def half_square(output: Tensor, _target: Tensor) -> Tensor:
+    return 0.5 * (output**2).mean()
+
+
+@pytest.mark.parametrize("averaging", VECTORS, ids=lambda a: a.title)
+def test_published_vectors(averaging: Averaging) -> None:
+    trainer = offbeat.Trainer(
+        Point(), loss=half_square, optimizer=OPTIMIZERS["sgd"], replicas=2, averaging=averaging
+    )
+    trainer._workers[1].stage.parameters[0].data.fill_(1.0)  # the vectors start from (0, 1)
+    history = history_of(trainer, [(torch.tensor([[1.0], [3.0]]).double(), torch.zeros(2))] * 9)
+    for k, wanted in zip((4, 5, 8, 9), VECTORS[averaging], strict=True):
+        assert [row.item() for row in history[k - 1]] == pytest.approx(wanted, abs=1e-8)
+
+
+# ------------------------------------------------------------------ identities
+
+
+def same_course(
+    one: Averaging, other: Averaging, replicas: int = REPLICAS, **settings: Any
+) -> None:
+    batches = batches_for(replicas)
+    ours = history_of(trainer_with(one, replicas=replicas, **settings), batches)
+    theirs = history_of(trainer_with(other, replicas=replicas, **settings), batches)
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (OverlapLocalSGD(4, pull=0.6), DaSGD(4, delay=4, keep=0.4)),
+        (CoCoD(4), DaSGD(4, delay=4, keep=0.0, progress=1.0)),
+        (
+            StreamingDiLoCo(4, fragments=1, delay=2, mix=0.25, outer_lr=1.0, outer_momentum=0.0),
+            DaSGD(4, delay=2, keep=0.25),
+        ),
+        (DaSGD(4, delay=0, keep=0.0), LocalSGD(4)),
+        (DaSGD(1, delay=0, keep=0.0), AllReduce()),
+        (DiLoCo(4, outer_lr=1.0, outer_momentum=0.0), LocalSGD(4)),
+        (PostLocalSGD(4, switch=6), LocalSGD(4, warmup=6)),
+        (LocalSGD(4, warmup=1000), AllReduce()),
+    ],
+    ids=lambda averaging: averaging.title,
+)
+def test_identities(one: Averaging, other: Averaging) -> None:
+    same_course(one, other)
+
+
+def test_eager_with_one_replica_is_diloco() -> None:
+    same_course(EagerDiLoCo(4), DiLoCo(4), replicas=1)
+
+
+def test_progress_per_round_and_shrinking_disagreement() -> None:
+    """A constant gradient of -1: the mean moves by every - delay + keep delay per round."""
+    for every, delay, keep in [(4, 1, 0.25), (4, 2, 0.25), (4, 4, 0.25), (8, 2, 0.5)]:
+        averaging = DaSGD(every, delay, keep)
+        trainer = offbeat.Trainer(
+            Point(),
+            loss=lambda output, _: -output.mean(),
+            optimizer=OPTIMIZERS["sgd"],
+            replicas=2,
+            averaging=averaging,
+        )
+        x, y = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2)
+        trainer._workers[1].stage.parameters[0].data.fill_(1.0)
+        history = history_of(trainer, [(x, y)] * (3 * every + delay))
+        first, second = history[every + delay - 1], history[2 * every + delay - 1]
+        moved = float(torch.cat(second).mean() - torch.cat(first).mean())
+        assert moved == pytest.approx(0.1 * averaging.updates_kept, abs=1e-12)
+        gaps = [(both[1] - both[0]).item() for both in (first, second)]
+        assert gaps == pytest.approx([keep, keep**2], abs=1e-12)
+
+
+def test_all_reduce_is_a_plain_loop_over_the_whole_batch() -> None:
+    model = mlp()
+    batches = batches_for(REPLICAS)
+    reference, losses = plain_loop(model, batches, OPTIMIZERS["adamw"])
+    trainer = trainer_with(None, model=model, optimizer=OPTIMIZERS["adamw"])
+    assert isinstance(trainer.averaging, AllReduce)
+    ours = [float(trainer.step(x, y)) for x, y in batches]  # type: ignore[arg-type]
+    assert ours == pytest.approx(losses, abs=1e-12)
+    for name, value in trainer.state_dict().items():
+        assert (value - reference.state_dict()[name]).abs().max() < 1e-12
+
+
+def test_one_replica_is_a_plain_loop_to_the_bit() -> None:
+    batches = image_batches(5)
+    reference, _ = plain_loop(cnn(), batches)
+    for averaging in (AllReduce(), LocalSGD(2), DaSGD(2, 1, 0.0, 1.0)):
+        trainer = trainer_with(averaging, replicas=1, model=cnn(), optimizer=OPTIMIZERS["momentum"])
+        for x, y in batches:
+            trainer.step(x, y)
+        if isinstance(averaging, DaSGD):
+            continue  # x + (z - x_sent) rounds; the next test has its arithmetic
+        assert_same_bits(trainer.state_dict(), dict(reference.state_dict()))
+
+
+# ------------------------------------------------------------------ mutations
+
+
+def broken_order(right: Callable[[Averager], list[Task]]) -> Callable[[Averager], list[Task]]:
+    """Starts before it merges where both fall on one update, and the other way round."""
+    return lambda self: right(self)[::-1]
+
+
+def one_update_late(right: Callable[[Averager], list[Task]]) -> Callable[[Averager], list[Task]]:
+    """Every task is done one update after its time."""
+    held: dict[int, list[Task]] = {}
+
+    def late(self: Averager) -> list[Task]:
+        now, held[id(self)] = held.get(id(self), []), right(self)
+        return now
+
+    return late
+
+
+@pytest.mark.parametrize("mutation", [broken_order, one_update_late])
+@pytest.mark.parametrize("name", ["local", "dasgd, whole round", "streaming, uneven", "eager"])
+def test_a_wrong_order_is_seen(name: str, mutation: Any, monkeypatch: Any) -> None:
+    check(CASES[name])
+    monkeypatch.setattr(Averager, "after_update", mutation(Averager.after_update))
+    with pytest.raises((AssertionError, KeyError, offbeat.OffbeatError)):
+        check(CASES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "all-reduce"])
+def test_a_wrong_mean_is_seen(name: str, monkeypatch: Any) -> None:
+    """The last replica is forgotten in the sum."""
+    right = rows.mean_of
+    monkeypatch.setattr(averaging_engine, "mean_of", lambda parts, n: right(parts[:-1], n))
+    with pytest.raises(AssertionError):
+        check(CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "method"),
+    [
+        ("dasgd", averaging_engine._Fragment, "_merged"),
+        ("mean-preserving", averaging_engine._Fragment, "_merged"),
+        ("diloco", Step, "_stepped"),
+        ("eager", EagerStep, "target"),
+        ("co2", LateStep, "target"),
+        ("cocod", Mean, "part"),
+    ],
+)
+def test_a_slightly_wrong_rule_is_seen(name: str, kind: Any, method: str, monkeypatch: Any) -> None:
+    right = getattr(kind, method)
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        value = right(self, *arguments)
+        return None if value is None else value * 1.001
+
+    check(CASES[name])
+    monkeypatch.setattr(kind, method, wrong)
+    with pytest.raises(AssertionError):
+        check(CASES[name])
+
+
+# ------------------------------------------------------------------ times stages
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Synchronous(), GPipe(2), StaleWeights(), PipeDream(), DSP(), DSP(hop=2), ADL(2)],
+    ids=lambda m: f"{m.title} {getattr(m, 'hop', '') or ''}",
+)
+@pytest.mark.parametrize("progress", [None, 1.0])
+def test_every_stage_counts_its_own_updates(method: Method, progress: float | None) -> None:
+    """Two lone trainers, merged by hand after each stage's own updates, give the same bits."""
+    every, delay, keep = 3, 2, 0.25
+    batches = batches_for(2, 17)
+    together = trainer_with(
+        DaSGD(every, delay, keep, progress), replicas=2, method=method, cuts=[2, 4]
+    )
+    alone = [trainer_with(None, replicas=1, method=method, cuts=[2, 4]) for _ in range(2)]
+    sent: dict[tuple[int, int], list[Tensor]] = {}  # by stage and update: each replica's weights
+
+    def merge_by_hand(stage: Stage, replica: int) -> None:
+        started = sent.get((stage.index, stage.version - delay))
+        now = row_of(stage.module)
+        if started is not None:
+            mean, before = (started[0] + started[1]) / 2, started[replica]
+            if progress is None:
+                now = mean + keep * (now - mean)
+            else:
+                now = mean + keep * (before - mean) + progress * (now - before)
+            values = now.split([p.numel() for p in stage.parameters])
+            with torch.no_grad():
+                for parameter, value in zip(stage.parameters, values, strict=True):
+                    parameter.copy_(value.view_as(parameter))
+        if stage.version % every == 0:
+            sent.setdefault((stage.index, stage.version), []).append(now)
+
+    def merging_after(update: Callable[[], None], stage: Stage, replica: int) -> Any:
+        return lambda: (update(), merge_by_hand(stage, replica))  # type: ignore[func-returns-value]
+
+    for replica, trainer in enumerate(alone):
+        for worker in trainer._workers:
+            stage = worker.stage
+            stage.update = merging_after(stage.update, stage, replica)  # type: ignore[method-assign]
+    for n, (x, y) in enumerate(batches):
+        together.step(x, y)
+        for replica, trainer in enumerate(alone):
+            trainer.step(x.chunk(2)[replica], y.chunk(2)[replica])
+        for ours, trainer in zip(rows_now(together), alone, strict=True):
+            assert torch.equal(ours, rows_now(trainer)[0]), f"step {n}"
+    assert len(sent) > 9
+
+
+def test_clipping_and_all_reduce_over_stages_clip_the_mean() -> None:
+    model, batches = mlp(), batches_for(2)
+    reference, _ = plain_loop(model, batches, OPTIMIZERS["sgd"], clip=0.05)
+    trainer = trainer_with(AllReduce(), replicas=2, model=model, clip=0.05, cuts=[2, 4])
+    for x, y in batches:
+        trainer.step(x, y)
+    for name, value in trainer.state_dict().items():
+        assert (value - reference.state_dict()[name]).abs().max() < 1e-12
+
+
+# ------------------------------------------------------------------ policies
+
+
+def run(averaging: Averaging, steps: int = 9, **settings: Any) -> offbeat.Trainer:
+    trainer = trainer_with(averaging, replicas=2, **settings)
+    for x, y in batches_for(2, steps):
+        trainer.step(x, y)
+    return trainer
+
+
+def moments(trainer: offbeat.Trainer, replica: int, name: str) -> list[Tensor]:
+    (optimizer,) = trainer._workers[replica].stage.optimizers
+    return [state[name] for state in optimizer.state.values() if name in state]
+
+
+def test_optimizer_state_is_kept_averaged_or_reset() -> None:
+    adamw = OPTIMIZERS["adamw"]
+    kept = run(LocalSGD(3), optimizer=adamw)
+    assert not torch.equal(moments(kept, 0, "exp_avg")[0], moments(kept, 1, "exp_avg")[0])
+    averaged = run(LocalSGD(3, optimizer_state="average"), optimizer=adamw)
+    for name in ("exp_avg", "exp_avg_sq"):
+        for one, other in zip(moments(averaged, 0, name), moments(averaged, 1, name), strict=True):
+            assert torch.equal(one, other)
+    assert not torch.equal(moments(averaged, 0, "exp_avg")[0], moments(kept, 0, "exp_avg")[0])
+    reset = run(LocalSGD(3, optimizer_state="reset"), optimizer=adamw)
+    assert moments(reset, 0, "exp_avg") == []
+    late = run(DaSGD(3, 2, 0.5, 1.0, optimizer_state="average"), 20, optimizer=adamw)
+    assert all((m >= 0).all() for r in (0, 1) for m in moments(late, r, "exp_avg_sq"))
+
+
+def test_statistics_stay_local_and_are_averaged_for_export() -> None:
+    batches = image_batches(4, rows=8)
+    trainers = {
+        policy: offbeat.Trainer(
+            cnn(),
+            loss=nn.functional.cross_entropy,
+            optimizer=OPTIMIZERS["sgd"],
+            replicas=2,
+            averaging=LocalSGD(2, statistics=policy),
+        )
+        for policy in ("average", "local")
+    }
+    for trainer in trainers.values():
+        for x, y in batches:
+            trainer.step(x, y)
+    own = [w.stage.module.state_dict() for w in trainers["average"]._workers]
+    name = "1.running_mean"
+    assert not torch.equal(own[0][name], own[1][name])
+    mean = (own[0][name] + own[1][name]) / 2
+    assert torch.equal(trainers["average"].state_dict()[name], mean)
+    assert torch.equal(trainers["local"].state_dict()[name], own[0][name])
+    assert trainers["average"].state_dict()["1.num_batches_tracked"] == 4
+
+
+def test_export_evaluation_and_flush() -> None:
+    batches = batches_for(2, 6)
+    trainer = trainer_with(DaSGD(4, 3), replicas=2)
+    for x, y in batches:
+        trainer.step(x, y)
+    before = rows_now(trainer)
+    assert not torch.equal(*before)
+    mean = torch.cat([value.reshape(-1) for value in trainer.state_dict().values()])
+    assert torch.equal(mean, (before[0] + before[1]) / 2)
+    of_mean = trainer.evaluate(batches)
+    of_first = trainer.evaluate(batches, of="replica")
+    assert all(torch.equal(a, b) for a, b in zip(rows_now(trainer), before, strict=True))
+    lone = mlp()
+    for row, found in ((mean, of_mean), (before[0], of_first)):
+        nn.utils.vector_to_parameters(row, lone.parameters())
+        with torch.no_grad():
+            losses = [float(nn.functional.cross_entropy(lone(x), y)) for x, y in batches]
+        assert found.loss == pytest.approx(sum(losses) / len(losses), abs=1e-12)
+    with pytest.raises(ConfigurationError, match="unknown of 'mean'"):
+        trainer.evaluate(batches, of="mean")  # type: ignore[arg-type]
+    trainer.flush()
+    assert all(torch.equal(row, mean) for row in rows_now(trainer))
+    # The average that was under way is dropped: a round begins at the flush.
+    trainer.step(*batches[0])
+    ledger = [entry for entry in trainer.ledger if entry.kind in "SAM"]
+    assert [(e.kind, e.batch) for e in ledger if e.replica == 0] == [("S", 4)]
+    for x, y in batches_for(2, 3):
+        trainer.step(x, y)
+    assert [e.batch for e in trainer.ledger if e.kind == "S" and e.replica == 0] == [4, 10]
+
+
+def test_a_loaded_state_goes_to_every_replica() -> None:
+    trainer = run(DaSGD(4, 2))
+    state = {name: value * 0 for name, value in trainer.state_dict().items()}
+    trainer.flush()
+    trainer.load_state_dict(state)
+    assert all(not row.any() for row in rows_now(trainer))
+    for x, y in batches_for(2, 9):
+        trainer.step(x, y)
+
+
+def test_the_ledger_tells_start_arrival_and_merge() -> None:
+    trainer = run(DaSGD(4, 1), 10)
+    found = [(e.kind, e.replica, e.batch, e.version) for e in trainer.ledger if e.kind in "SAM"]
+    for replica in (0, 1):
+        mine = [(kind, number, version) for kind, r, number, version in found if r == replica]
+        assert mine == [
+            ("S", 4, 4), ("A", 4, 5), ("M", 4, 5), ("S", 8, 8), ("A", 8, 9), ("M", 8, 9),
+        ]  # fmt: skip
+        assert trainer.ledger.waits(0, replica) == {4: 0.0, 8: 0.0}
+    names = {
+        event["cat"] for event in trainer.ledger.chrome_trace()["traceEvents"] if "cat" in event
+    }
+    assert {"start of an average", "average under way", "merge"} <= names
+    assert trainer.ledger.lags(0, replica=1) == dict.fromkeys(range(10), 0)
+
+
+# ------------------------------------------------------------------ compression
+
+
+def test_int8_puts_one_byte_per_number_and_four_per_tensor_on_the_wire() -> None:
+    sizes = [56, 63, 48, 28]
+    row = torch.randn(sum(sizes))
+    sent = Int8(torch.float32, sizes).encode(row)
+    assert sum(part.numel() * part.itemsize for part in sent) == sum(sizes) + 4 * len(sizes)
+    numbers, scales = sent
+    for part, code, scale in zip(row.split(sizes), numbers.split(sizes), scales, strict=True):
+        assert code.dtype == torch.int8
+        assert scale == part.abs().max() / 127
+        assert torch.equal(code, (part / scale).round().to(torch.int8))
+    bf16 = codec_for("bf16", torch.float32, sizes).encode(row)
+    assert [(part.dtype, part.numel()) for part in bf16] == [(torch.bfloat16, sum(sizes))]
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8"])
+def test_error_feedback_loses_nothing(compress: str) -> None:
+    """A change far below one step of the code arrives, late: the sum of what was read is right."""
+    codec = codec_for(compress, torch.float64, [3])
+    row = torch.tensor([1.0, 1e-4, -3e-3], dtype=torch.float64)
+    total = sum(codec.decode(codec.encode(row)) for _ in range(1000))
+    assert isinstance(total, Tensor)
+    assert (total / 1000 - row).abs().max() < 1e-5
+    assert torch.equal(codec_for(compress, torch.float32, [2]).decode(
+        codec_for(compress, torch.float32, [2]).encode(torch.zeros(2))
+    ), torch.zeros(2))  # fmt: skip
+
+
+def test_compressed_training_follows_the_uncompressed() -> None:
+    for averaging in (DaSGD(2, 1), DiLoCo(2), CO2(2), EagerDiLoCo(2)):
+        plain = rows_now(run(averaging, 20))[0]
+        near = rows_now(run(replace(averaging, compress="bf16"), 20))[0]
+        coarse = rows_now(run(replace(averaging, compress="int8"), 20))[0]
+        assert 0 < (near - plain).abs().max() < 1e-3, averaging.title
+        assert 0 < (coarse - plain).abs().max() < 2e-2, averaging.title
+
+
+# ------------------------------------------------------------------ words
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DaSGD(4, 5), r"delay=5: .* with every=4 give a whole number from 0 to 4"),
+        (lambda: DaSGD(4, 1, 1.5), r"keep=1.5: give a number from 0 to 1, the share of its own"),
+        (lambda: DaSGD(4, 1, progress=-1), r"progress=-1: give a number from 0 to 1"),
+        (lambda: DaSGD(0, 0), r"every=0: give a whole number of at least 1"),
+        (lambda: LocalSGD(4, warmup=-1), r"warmup=-1: give the number of updates"),
+        (lambda: LocalSGD(4, optimizer_state="drop"), r"unknown optimizer_state 'drop'"),  # type: ignore[arg-type]
+        (lambda: LocalSGD(4, compress="int4"), r"unknown compress 'int4'"),  # type: ignore[arg-type]
+        (lambda: LocalSGD(4, compress="int8", exact=False), r"always gathered"),
+        (lambda: AllReduce(warmup=3), r"AllReduce\(warmup=3\): gradients are averaged in every"),
+        (lambda: StreamingDiLoCo(4, fragments=5), r"fragments=5 in rounds of every=4"),
+        (lambda: DiLoCo(4, outer_lr=0), r"outer_lr=0: give a number above 0"),
+        (lambda: OverlapLocalSGD(4, momentum=1), r"momentum=1: the anchor would never settle"),
+        (lambda: averaging_named("dasdg", every=4), r"Did you mean 'dasgd'"),
+        (lambda: averaging_named("dasgd", every=4), r"dasgd needs delay: give DaSGD\(every=...,"),
+        (lambda: averaging_named("dasgd", every=4, xi=1), r"dasgd has no setting 'xi'"),
+        (lambda: trainer_with(None, replicas=0), r"replicas=0: give a whole number"),
+        (lambda: trainer_with(3), r"averaging=3: give an object such as DaSGD"),  # type: ignore[arg-type]
+        (
+            lambda: trainer_with(StreamingDiLoCo(9, fragments=5), cuts=[2]),
+            r"fragments=5, but stage 0 has 1 layers with weights",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_settings_get_words(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+def test_a_batch_that_does_not_divide_is_not_started() -> None:
+    trainer = trainer_with(AllReduce())
+    (x, y), *_ = batches_for(REPLICAS)
+    with pytest.raises(BatchError, match=r"a batch of 11 rows does not divide among 3 replicas"):
+        trainer.step(x[:11], y[:11])
+    assert trainer.step(x, y) is not None
+
+
+def test_every_averaging_is_named_and_can_be_built_from_its_name() -> None:
+    needed: dict[str, Any] = {"every": 4, "delay": 1, "switch": 3}
+    for kind in AVERAGINGS:
+        settings = {n: v for n, v in needed.items() if n in kind.__dataclass_fields__}
+        assert averaging_named(kind.name.upper(), **settings) == kind(**settings)
+        assert kind.reference
+        assert kind.title
+
+
+# ------------------------------------------------------------------ data
+
+
+def test_the_sampler_gives_the_same_rows_in_any_layout() -> None:
+    whole = trainer_with(AllReduce(), replicas=2).sampler(10, 4, drop_last=False, seed=3)
+    parts = []
+    for replica in (0, 1):
+        sampler = trainer_with(AllReduce(), replicas=2).sampler(10, 4, seed=3)
+        sampler.replica = replica  # as in a process of its own
+        parts.append(sampler)
+    assert len(whole) == 3
+    first, second = list(whole), list(whole)
+    assert first != second
+    assert sorted(chain.from_iterable(first)) == list(range(10))
+    for epoch in (first, second):
+        halves = [list(sampler) for sampler in parts]
+        assert [a + b for a, b in zip(*halves, strict=True)] == epoch
+    whole.epoch = 0
+    assert list(whole) == first
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "words"),
+    [
+        (10, 3, "batch_size=3 rows does not divide among 2 replicas: give a multiple of 2"),
+        (11, 4, "a last batch of 3 rows does not divide among 2 replicas.*drop_last=True"),
+        (0, 4, "0 rows make no batch of 4"),
+    ],
+)
+def test_a_sampler_that_cannot_divide_says_so(count: int, size: int, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trainer_with(AllReduce(), replicas=2).sampler(count, size)

@@ -1,0 +1,112 @@
+"""Replicas times stages in processes: the bits of one process, and clear ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import jobs
+import offbeat
+from helpers import assert_same_bits
+from offbeat.averaging import (
+    CO2,
+    AllReduce,
+    Averaging,
+    DaSGD,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    PostLocalSGD,
+    StreamingDiLoCo,
+)
+from offbeat.errors import BatchError, ConfigurationError, WorkerLost
+from offbeat.faults import Faults
+from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
+
+Job = tuple[str, Method, Averaging, int, int, dict[str, Any]]
+
+UNEVEN = Faults().slow(by=20.0, probability=0.3, seed=1)
+
+TIMES_STAGES: list[Job] = [
+    ("cnn", StaleWeights(), DaSGD(3, 1), 2, 2, {}),
+    ("dropout", StaleWeights(), DaSGD(3, 2, 0.5, 1.0), 2, 2, {"faults": UNEVEN}),
+    ("cnn", DSP(hop=2), DaSGD(2, 2), 2, 2, {"faults": UNEVEN}),
+    ("cnn", ADL(2), DaSGD(3, 1, optimizer_state="average"), 2, 2, {}),
+    ("dropout", ADL(2), StreamingDiLoCo(4, fragments=2, delay=1), 2, 2, {}),
+    ("cnn", Synchronous(), AllReduce(), 2, 2, {"clip": 0.3}),
+    ("cnn", StaleWeights(), EagerDiLoCo(2, compress="int8"), 2, 2, {}),
+    ("cnn", StaleWeights(), CO2(2, compress="bf16"), 2, 2, {"autocast": torch.bfloat16}),
+]
+ALONE: list[Job] = [
+    ("cnn", Synchronous(), AllReduce(), 4, 1, {}),
+    ("dropout", Synchronous(), DaSGD(3, 1), 4, 1, {"faults": UNEVEN}),
+    ("cnn", Synchronous(), DiLoCo(3), 4, 1, {}),
+    ("cnn", Synchronous(), PostLocalSGD(2, switch=3, statistics="local"), 4, 1, {}),
+    ("cnn", Synchronous(), LocalSGD(2, optimizer_state="reset"), 4, 1, {}),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("todo", [TIMES_STAGES, ALONE], ids=["2 x 2", "4 x 1"])
+def test_processes_give_the_bits_of_one(todo: list[Job]) -> None:
+    by_rank = offbeat.launch(jobs.train_all_replicas, 4, todo, timeout_s=240)
+    for place, job in enumerate(todo):
+        settings = {name: value for name, value in job[5].items() if name != "faults"}
+        alone = jobs.train_replicas(*job[:5], **settings)
+        for rank in range(4):
+            ours = by_rank[rank][place]
+            assert_same_bits(ours["before"], alone["before"])
+            assert_same_bits(ours["after"], alone["after"])
+            for name in ("evaluations", "lags", "losses", "merges"):
+                assert ours[name] == alone[name], (job, rank, name)
+
+
+def test_all_reduce_in_fast_mode_is_close() -> None:
+    """An all-reduce may sum in another order, so it is compared with a tolerance."""
+    averagings: list[Averaging] = [AllReduce(exact=False), DaSGD(3, 1, exact=False)]
+    todo: list[Job] = [("cnn", Synchronous(), averaging, 3, 1, {}) for averaging in averagings]
+    todo = [(*job[:3], 4, *job[4:]) for job in todo]
+    (ours, *_) = offbeat.launch(jobs.train_all_replicas, 4, todo)
+    for job, found in zip(todo, ours, strict=True):
+        exact = jobs.train_replicas(job[0], job[1], replace(job[2], exact=True), *job[3:5])
+        for name, value in exact["after"].items():
+            assert torch.allclose(found["after"][name], value, atol=1e-6), name
+
+
+def test_all_reduce_is_what_ddp_computes() -> None:
+    (theirs, _) = offbeat.launch(jobs.train_with_ddp, 2)
+    ours = jobs.train_replicas("cnn", Synchronous(), AllReduce(statistics="local"), 2, 1)
+    for name, value in theirs.items():
+        assert torch.allclose(ours["after"][name], value, atol=1e-6), name
+
+
+def test_the_sampler_reads_each_row_once() -> None:
+    alone = jobs.read_by_sampler()
+    for state in offbeat.launch(jobs.read_by_sampler, 4):
+        assert_same_bits(state, alone)
+
+
+def test_the_mesh_has_two_axes() -> None:
+    found = offbeat.launch(jobs.look_at_mesh, 4)
+    assert [tuple(place) for _, _, place, _ in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(other[:2] == (("replica", "stage"), (2, 2)) for other in found)
+    assert all(other[3] == 2 for other in found)
+
+
+def test_the_same_batch_everywhere_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"replicas 0 and 1 were fed the same batch.*batches"):
+        offbeat.launch(jobs.feed_everyone_alike, 2)
+
+
+def test_a_wrong_number_of_processes_is_named() -> None:
+    job: Job = ("cnn", StaleWeights(), DaSGD(2, 1), 2, 2, {})
+    with pytest.raises(ConfigurationError, match=r"replicas=2 times 2 stages need 4 processes"):
+        offbeat.launch(jobs.train_all_replicas, 3, [job])
+
+
+def test_a_replica_that_dies_ends_the_run_with_words() -> None:
+    with pytest.raises(WorkerLost, match=r"(rank 1|process 1|replica).*"):
+        offbeat.launch(jobs.lose_a_replica, 2, timeout_s=60)
