@@ -27,23 +27,22 @@ MERGES: dict[Merge, tuple[str, str, str]] = {
 }
 OTHERS = "#009E73"
 INK = "#444444"
-FLOOR = -20.0
-"""Points; what lies lower is drawn at the edge and named."""
+FLOOR = -8.0
+"""Points; of the other methods, what lies lower is drawn at the edge."""
 
 
 def draw(rows: list[Row]) -> Figure:
     found = {summary.name: summary for summary in summaries(rows) if summary.gaps}
-    figure = Figure(figsize=(8.5, 7.0), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(3, 2.4))
-    left = figure.add_subplot(grid[0, 0])
-    right = figure.add_subplot(grid[0, 1], sharey=left)
+    figure = Figure(figsize=(8.5, 7.2), layout="constrained")
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 2.3))[:, 0]
+    left, right = above.subplots(1, 2, sharey=True)
     draw_dasgd(left, 4, found)
     draw_dasgd(right, 8, found)
+    left.margins(y=0.15)  # room for the settings' names
     left.set_ylabel("accuracy minus AllReduce's, points")
-    right.tick_params(labelleft=False)
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
-    draw_others(figure.add_subplot(grid[1, :]), found)
+    above.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+    draw_others(below.subplots(), found)
     return figure
 
 
@@ -57,11 +56,11 @@ def draw_dasgd(axes: Axes, every: int, found: dict[str, Summary]) -> None:
                 points.append((kept_by(*setting) + 0.008 * side, summary))
         points.sort(key=lambda point: point[0])
         for place, summary in points:
-            gaps = [max(FLOOR, gap) for gap in summary.gaps]
+            gaps = summary.gaps
             axes.plot([place] * len(gaps), gaps, ".", color=colour, alpha=0.45, markersize=6)
         axes.plot(
             [place for place, _ in points],
-            [max(FLOOR, fmean(summary.gaps)) for _, summary in points],
+            [fmean(summary.gaps) for _, summary in points],
             color=colour,
             marker=marker,
             markersize=7,
@@ -70,7 +69,7 @@ def draw_dasgd(axes: Axes, every: int, found: dict[str, Summary]) -> None:
         )
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.set_title(f"DaSGD, an average every {every} updates", loc="left", fontsize=11)
-    axes.set_xlabel("share of progress that the authors' merge keeps\n(below: delay, keep)")
+    axes.set_xlabel("progress that the authors' merge keeps\n(small print: delay, keep)")
     settings = sorted((s for s in SETTINGS if s[0] == every), key=lambda s: kept_by(*s))
     for number, setting in enumerate(settings):
         # Neighbours that are close take turns in height.
@@ -109,10 +108,11 @@ def draw_others(axes: Axes, found: dict[str, Summary]) -> None:
             color=INK,
         )
     axes.axvline(0, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
+    labels = [name.replace("DiLoCo(8, f", "DiLoCo\n(8, f") for name in names]
+    axes.set_yticks(range(len(names)), labels, fontsize=9)
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.set_title("Other methods, with their default settings", loc="left", fontsize=11)
-    axes.set_xlabel("accuracy minus AllReduce's, points (numbers: mean; small dots: one seed each)")
+    axes.set_xlabel("accuracy minus AllReduce's, points (small dots: one seed each; right: mean)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -105,10 +105,13 @@ class Pool:
             return None
         return reply
 
-    def probe(self, job: Job, seconds: float = 90.0) -> list[Reply]:
+    def probe(self, job: Job, seconds: float = 60.0) -> list[Reply]:
         """All processes time the same steps at the same time."""
-        for link in self._links:
-            link.send(("probe", job))
+        for link in list(self._links):
+            try:
+                link.send(("probe", job))
+            except OSError:
+                self._links.remove(link)
         return self._collect(seconds)
 
     def run(

@@ -24,7 +24,7 @@ from benchmarks.averaging import mps
 from benchmarks.averaging.configurations import CONFIGURATIONS
 from benchmarks.averaging.data import PARTS, parts_in, rows_in
 from benchmarks.averaging.pool import Place, Pool, Reply
-from benchmarks.averaging.summary import read, table
+from benchmarks.averaging.summary import key_of, read, table
 from benchmarks.averaging.training import Job, Replay, Setting
 
 ALIKE = 0.02
@@ -121,8 +121,8 @@ def ways_to_run(arguments: argparse.Namespace) -> list[Replay]:
     return ["graphs" if arguments.replay == "graphs" else "eager"]
 
 
-def fastest(pool: Pool, job: Job, ways: Sequence[Replay]) -> tuple[Replay, float]:
-    """The fastest of the ways to run that work here, and its seconds per step."""
+def fastest(pool: Pool, job: Job, ways: Sequence[Replay]) -> tuple[Replay, float, bool]:
+    """The fastest of the ways to run that work here, its seconds per step, whether all work."""
     found: dict[Replay, float] = {}
     for way in ways:
         step_s = measured_step(pool, replace(job, setting=replace(job.setting, replay=way)))
@@ -131,7 +131,7 @@ def fastest(pool: Pool, job: Job, ways: Sequence[Replay]) -> tuple[Replay, float
     if not found:
         raise SystemExit("nothing works here")
     best = min(found, key=lambda way: found[way])
-    return best, found[best]
+    return best, found[best], len(found) == len(ways)
 
 
 def run_seconds(setting: Setting, step_s: float) -> float:
@@ -167,14 +167,18 @@ def measure(arguments: argparse.Namespace, served: bool, began: float) -> list[J
         test_rows=arguments.test_rows,
         device=arguments.device,
     )
-    pool = Pool(min(arguments.parallel, len(jobs_of(arguments, setting))), place)
+    count = min(arguments.parallel, len(jobs_of(arguments, setting)))
+    pool = Pool(count, place)
     try:
         if not len(pool):
             raise SystemExit("no process came up; their messages are above")
         print(f"{len(pool)} processes after {time.monotonic() - began:.0f} s", flush=True)
         # Local SGD is neither the cheapest nor the dearest.
         sample = Job(configuration="LocalSGD(4)", seed=0, lr=0.01, setting=setting)
-        replay, step_s = fastest(pool, sample, ways_to_run(arguments))
+        replay, step_s, all_work = fastest(pool, sample, ways_to_run(arguments))
+        if not all_work:  # what failed may have left its process unusable
+            pool.close()
+            pool = Pool(count, place)
         setting = replace(setting, replay=replay)
         runs = len(jobs_of(arguments, setting))
         waves, left = math.ceil(runs / len(pool)), until - time.monotonic()
@@ -187,8 +191,8 @@ def measure(arguments: argparse.Namespace, served: bool, began: float) -> list[J
             flush=True,
         )
         where = environment(pool.device, len(pool), served)
-        known = read(arguments.out) if arguments.out.exists() else []
-        jobs = [job for job in jobs_of(arguments, setting) if not job.is_among(known)]
+        known = {key_of(row) for row in read(arguments.out)} if arguments.out.exists() else set()
+        jobs = [job for job in jobs_of(arguments, setting) if key_of(job.words()) not in known]
 
         def done(job: Job, reply: Reply) -> None:
             kept = CONFIGURATIONS[job.configuration].kept

@@ -37,6 +37,11 @@ def setting_words(row: Row) -> str:
     return json.dumps({k: v for k, v in row["setting"].items() if k != "replay"}, sort_keys=True)
 
 
+def key_of(row: Row) -> tuple[str, int, str, float]:
+    """What makes a run the same run again."""
+    return row["configuration"], row["seed"], setting_words(row), row["lr"]
+
+
 def groups(rows: list[Row]) -> list[list[Row]]:
     """Rows that can be compared: one setting, one learning rate."""
     found: dict[tuple[str, float], list[Row]] = {}

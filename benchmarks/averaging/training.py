@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -60,10 +60,6 @@ class Job:
     def words(self) -> dict[str, Any]:
         """What tells runs apart in the results."""
         return asdict(self)
-
-    def is_among(self, rows: Iterable[dict[str, Any]]) -> bool:
-        words = self.words()
-        return any(all(row.get(key) == words[key] for key in words) for row in rows)
 
 
 class Stopped(Exception):
