@@ -27,7 +27,7 @@ MERGES: dict[Merge, tuple[str, str, str]] = {
 }
 OTHERS = "#009E73"
 INK = "#444444"
-FLOOR = -8.0
+FLOOR = -25.0
 """Points; of the other methods, what lies lower is drawn at the edge."""
 
 
