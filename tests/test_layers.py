@@ -39,8 +39,9 @@ LAYERS: list[set[str]] = [
         "processes",
         "replicas",
         "sharding",
+        "trunk",
     },
-    {"zoo", "report", "cli", "__main__"},
+    {"zoo", "report", "runs", "cli", "__main__"},
 ]
 TORCH_FREE = LAYERS[0]
 

@@ -1,14 +1,35 @@
 """The zoo: parameter counts by formula, shapes, cuts, and data that only the seed decides."""
 
+import math
+import re
 import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import offbeat
 from offbeat.cut import operation_counts, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, OffbeatError
-from offbeat.zoo import batches, digits, digits_cnn, resnet
+from offbeat.zoo import (
+    NETWORKS,
+    alexnet,
+    batches,
+    data_named,
+    digits,
+    digits_cnn,
+    gpt,
+    lenet5,
+    mlp,
+    network,
+    network_for,
+    resnet,
+    resnet18,
+    settings_of,
+    vgg16,
+    wrn28_10,
+)
+from offbeat.zoo.data.text import token_loss
 from offbeat.zoo.resnet import BasicBlock
 
 
@@ -92,6 +113,244 @@ def test_digits_cnn_makes_four_stages_of_about_equal_cost() -> None:
     assert len(costs) == 4
     assert max(costs) < 1.2 * min(costs)
     assert all(any(True for _ in module.parameters()) for module in cut.modules())
+
+
+# ---------------------------------------------------------------------------- other networks
+
+
+def conv(narrow: int, wide: int, side: int, bias: int = 1) -> int:
+    return narrow * wide * side * side + bias * wide
+
+
+def linear(narrow: int, wide: int) -> int:
+    return narrow * wide + wide
+
+
+def test_lenet5_alexnet_and_vgg16_have_the_papers_parameters() -> None:
+    """61.7 k, 23.3 M and 15.245 M in the notes on the StaleWeights paper; here layer by layer."""
+    lenet = conv(1, 6, 5) + conv(6, 16, 5) + linear(400, 120) + linear(120, 84) + linear(84, 10)
+    assert parameters(lenet5()) == lenet == 61_706
+    convs = ((3, 64), (64, 192), (192, 384), (384, 256), (256, 256))
+    head = linear(1024, 4096) + linear(4096, 4096) + linear(4096, 10)
+    with torch.device("meta"):
+        assert parameters(alexnet()) == sum(conv(*c, 3) for c in convs) + head == 23_272_266
+        assert parameters(vgg16()) == 14_714_688 + 2 * linear(512, 512) + linear(512, 10)
+        assert parameters(vgg16()) == 15_245_130
+
+
+@pytest.mark.parametrize("depth", [98, 164, 224, 362])
+def test_the_papers_deep_resnets_are_of_the_same_kind(depth: int) -> None:
+    with torch.device("meta"):
+        model = resnet(depth)
+    assert parameters(model) == resnet_parameters(depth)
+    assert sum(isinstance(m, (nn.Conv2d, nn.Linear)) for m in model.modules()) == depth
+
+
+def test_resnet18_and_wrn28_10_have_the_published_numbers_of_parameters() -> None:
+    with torch.device("meta"):
+        assert parameters(resnet18()) == 11_173_962
+        assert parameters(wrn28_10()) == 36_479_194
+
+
+def wide_parameters(classes: int, channels: int) -> int:
+    total, narrow = 9 * channels * 16, 16
+    for wide in (160, 320, 640):
+        total += 2 * narrow + 9 * narrow * wide + 2 * wide + 9 * wide * wide + narrow * wide
+        total += 3 * (2 * wide + 9 * wide * wide + 2 * wide + 9 * wide * wide)
+        narrow = wide
+    return total + 2 * 640 + linear(640, classes)
+
+
+def test_wrn_parameters_follow_the_formula_and_28_layers_are_beside_three_shortcuts() -> None:
+    with torch.device("meta"):
+        model = wrn28_10(classes=100, channels=1)
+    assert parameters(model) == wide_parameters(100, 1)
+    # 25 convolutions and a linear layer in the trunk, three 1x1 in shortcuts; "28" counts those.
+    assert sum(isinstance(m, (nn.Conv2d, nn.Linear)) for m in model.modules()) == 26 + 3
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NETWORKS if not re.search(r"mlp|gpt|\d\d\d|t[3-9]", n)]
+)
+def test_every_image_network_is_flat_and_gives_a_row_of_classes(name: str) -> None:
+    shape = {"digits-cnn": (1, 8, 8), "lenet5": (1, 28, 28)}.get(name, (3, 32, 32))
+    with torch.device("meta"):
+        model = network(name, classes=7)
+        value = torch.zeros(2, *shape)
+        for layer in model:
+            value = layer(value)
+            assert isinstance(value, Tensor)
+    assert value.shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("build", "ppv", "place", "shape", "between"),
+    [
+        (lenet5, 2, 7, (1, 28, 28), (400,)),
+        (alexnet, 3, 8, (3, 32, 32), (384, 4, 4)),
+        (vgg16, 2, 5, (3, 32, 32), (64, 16, 16)),
+        (lambda: resnet(20), 7, 6, (3, 32, 32), (16, 32, 32)),
+    ],
+)
+def test_the_papers_four_stage_placements(
+    build: object, ppv: int, place: int, shape: tuple[int, ...], between: tuple[int, ...]
+) -> None:
+    """What has no weights stays with the weighted layer before it."""
+    assert callable(build)
+    with torch.device("meta"):
+        cut = plan_cut(build(), ppv=(ppv,))
+        first, second = cut.modules()
+        activation = first(torch.zeros(2, *shape))
+        assert activation.shape == (2, *between)
+        assert second(activation).shape == (2, 10)
+    assert cut.places == (place,)
+    weighted = [m for m in first.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert len(weighted) == ppv
+
+
+@pytest.mark.parametrize(("build", "layers"), [(lenet5, 5), (alexnet, 8), (vgg16, 16)])
+def test_a_stage_can_end_after_every_weighted_layer(build: object, layers: int) -> None:
+    assert callable(build)
+    with torch.device("meta"):
+        cut = plan_cut(build(), ppv=range(1, layers))
+    assert cut.stages == layers
+
+
+def test_networks_take_other_sides_and_refuse_those_that_leave_nothing() -> None:
+    with torch.device("meta"):
+        assert lenet5(side=32)(torch.zeros(1, 1, 32, 32)).shape == (1, 10)
+        assert alexnet(side=28, channels=1)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
+        assert alexnet(side=15)(torch.zeros(1, 3, 15, 15)).shape == (1, 10)
+        assert vgg16(side=64)(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
+    for build, side in ((lenet5, 11), (alexnet, 14), (vgg16, 28)):
+        with pytest.raises(ConfigurationError, match=f"side={side}.*at least"):
+            build(side=side)
+
+
+def test_mlp_has_the_widths_it_was_given() -> None:
+    model = mlp(12, hidden=(5, 6), classes=3)
+    assert parameters(model) == linear(12, 5) + linear(5, 6) + linear(6, 3)
+    assert model(torch.zeros(2, 3, 2, 2)).shape == (2, 3)
+    assert not isinstance(model[-1], nn.ReLU)
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        mlp(12, hidden=(0,))
+
+
+# ---------------------------------------------------------------------------- the transformer
+
+
+def gpt_parameters(vocabulary: int, context: int, layers: int, width: int) -> int:
+    block = 12 * width * width + 13 * width
+    return 2 * vocabulary * width + context * width + layers * block + 2 * width
+
+
+def test_gpt_parameters_follow_the_formula() -> None:
+    assert parameters(gpt(65, 16, 2, 24, 3)) == gpt_parameters(65, 16, 2, 24)
+    with torch.device("meta"):
+        small = parameters(gpt(50_257, 1024, 12, 768, 12))
+    assert small == 124_439_808 + 50_257 * 768  # GPT-2's published number, and a head of its own
+
+
+def test_gpt_children_are_embedding_blocks_norm_and_head() -> None:
+    model = gpt(65, 16, 3, 24, 3)
+    names = [type(child).__name__ for child in model]
+    assert names == ["Embedding", "Block", "Block", "Block", "LayerNorm", "Linear"]
+
+
+def test_gpt_sees_no_later_token() -> None:
+    torch.manual_seed(0)
+    model = gpt(11, 8, 2, 16, 2)
+    tokens = torch.randint(11, (3, 8))
+    changed = tokens.clone()
+    changed[:, 5] = (tokens[:, 5] + 1) % 11
+    before, after = model(tokens), model(changed)
+    assert before.shape == (3, 8, 11)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+    assert model(tokens[:, :4]).shape == (3, 4, 11)
+
+
+def test_gpt_starts_as_gpt_2_does() -> None:
+    torch.manual_seed(0)
+    model = gpt(500, 64, 8, 128, 4)
+    state = model.state_dict()
+    assert float(state["0.token.weight"].std()) == pytest.approx(0.02, rel=0.02)
+    assert float(state["1.attention.weight"].std()) == pytest.approx(0.02, rel=0.02)
+    assert float(state["1.wide_out.weight"].std()) == pytest.approx(0.02 / 4, rel=0.02)
+    assert float(state["8.attention_out.weight"].std()) == pytest.approx(0.02 / 4, rel=0.02)
+    assert not state["3.wide.bias"].any()
+
+
+def test_gpt_refuses_what_does_not_divide_and_rows_that_are_too_long() -> None:
+    with pytest.raises(ConfigurationError, match=r"width=30, heads=4.*next one is 32"):
+        gpt(65, 16, 2, 30, 4)
+    with pytest.raises(ConfigurationError, match="layers=0"):
+        gpt(65, 16, layers=0)
+    with pytest.raises(ConfigurationError, match="9 tokens.*context of 8"):
+        gpt(11, 8, 1, 16, 2)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("method", ["stale-weights", "adl", "dsp"])
+def test_gpt_trains_in_stages(method: str) -> None:
+    """Nothing in it is computed from weights alone, which StaleWeights would refuse."""
+    torch.manual_seed(0)
+    trainer = offbeat.Trainer(
+        gpt(7, 6, 2, 16, 2, dropout=0.1),
+        loss=token_loss,
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.005),
+        method=method,
+        stages=3,
+    )
+    tokens = (torch.arange(7).repeat(4, 1) + torch.arange(4)[:, None]) % 7
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    for _ in range(60):
+        trainer.step(x, y)
+    trainer.flush()
+    assert trainer.evaluate([(x, y)]).loss < 1.5 < math.log(7)
+
+
+# ---------------------------------------------------------------------------- by name
+
+
+@pytest.mark.parametrize("name", ["resnet20", "ResNet-20", "resnet_20"])
+def test_hyphens_and_capitals_do_not_matter(name: str) -> None:
+    assert parameters(network(name)) == 269_722
+
+
+def test_other_cifar_resnets_work_by_name_and_wrong_names_are_answered() -> None:
+    assert parameters(network("resnet-8")) == resnet_parameters(8)
+    with pytest.raises(ConfigurationError, match="unknown network 'resnet50'.*Did you mean 'resn"):
+        network("resnet50")
+    with pytest.raises(ConfigurationError, match="Did you mean 'lenet5'.*Known: digits-cnn, mlp"):
+        network("lenet")
+
+
+def test_wrong_and_missing_settings_are_answered() -> None:
+    with pytest.raises(ConfigurationError, match="setting of network gpt.*Did you mean 'width'"):
+        network("gpt", vocabulary=5, context=4, widht=8)
+    with pytest.raises(ConfigurationError, match="gpt needs vocabulary and context"):
+        network("gpt")
+    assert settings_of("lenet5") == {"classes": 10, "channels": 1, "side": 28}
+    assert settings_of("gpt")["vocabulary"] is ...
+
+
+def test_a_network_is_fitted_to_the_data_or_refused() -> None:
+    data = data_named("digits")
+    state = torch.get_rng_state()
+    model = network_for(data, "resnet8")
+    torch.set_rng_state(state)
+    same = resnet(8, classes=10, channels=1)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True)
+    )
+    with pytest.raises(ConfigurationError, match="gpt needs vocabulary and context"):
+        network_for(data, "gpt")
+    with pytest.raises(ConfigurationError, match=r"does not fit data 'digits'.*\(1, 8, 8\)"):
+        network_for(data, "gpt", vocabulary=3, context=4)
+    with pytest.raises(ConfigurationError, match="does not fit"):
+        network_for(data, "mlp", classes=3)
+    with pytest.raises(ConfigurationError, match=r"lenet5\(side=8\)"):
+        network_for(data, "lenet5")
 
 
 # ---------------------------------------------------------------------------- data

@@ -22,7 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from benchmarks.slow_link.contestants import ALONE, DDP, EVERY, Spec, Work, build, da_sgd
+from benchmarks.slow_link.contestants import (
+    ALONE,
+    DDP,
+    EVERY,
+    KEEP_MEMORY,
+    Spec,
+    Work,
+    build,
+    da_sgd,
+)
 
 import offbeat
 
@@ -89,6 +98,7 @@ def time_rounds(work: Work, cores: list[int], rounds: int, steps: int) -> dict[s
 
 def measure(work: Work, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every number of replicas once per pass; another pass only while there is time for it."""
+    os.environ.update(KEEP_MEMORY)  # of the processes to come
     began, rows = time.monotonic(), []
     cores = cores_in_order()
     for number in range(arguments.passes):

@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.slow_link.contestants import EVERY, SPECS, Compute, Work
+from benchmarks.slow_link.contestants import EVERY, KEEP_MEMORY, SPECS, Compute, Work
 from benchmarks.slow_link.network import PORT, Host, Skipped, hosts
-from benchmarks.slow_link.summary import claims, details, table
+from benchmarks.slow_link.summary import claims, details, quietness, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,12 +55,12 @@ def measure(work: Work, network: list[Host], arguments: argparse.Namespace) -> d
                 child.kill()
                 child.wait()
         found = [json.loads(file.read_text()) for file in files]
+    shared = ("round", "mbit", "name", "repeats")
     turns = [
         {
-            **{key: same[0][key] for key in ("round", "mbit", "name")},
+            **{key: same[0][key] for key in shared},
             "hosts": [
-                {key: turn[key] for key in ("first", "step_s", "cpu_s", "core_busy")}
-                for turn in same
+                {key: value for key, value in turn.items() if key not in shared} for turn in same
             ],
         }
         for same in zip(*(host["turns"] for host in found), strict=True)
@@ -69,7 +69,7 @@ def measure(work: Work, network: list[Host], arguments: argparse.Namespace) -> d
         "setting": {
             "hosts": len(network),
             "rates": arguments.rates,
-            "rounds": arguments.rounds,
+            "rounds": 1 + max(turn["round"] for turn in turns),
             "work": asdict(work),
             "parameter_bytes": 4 * work.parameters,
             "contestants": {
@@ -99,12 +99,14 @@ def start(
         "rates": arguments.rates,
         "rounds": arguments.rounds,
         "steps": arguments.steps,
+        "minutes": arguments.minutes,
         "out": str(out),
     }
     # The sources beside which this file lies come last: PYTHONPATH can name others.
     paths = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "src")]
     variables = {
         **os.environ,
+        **KEEP_MEMORY,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "RANK": str(host.rank),
@@ -168,7 +170,8 @@ def show(results: dict[str, Any]) -> None:
         print(f"\n{work}, {result['setting']['hosts']} hosts, {size:.1f} MB of weights\n")
         print(table(result), "\n")
         print(details(result), "\n")
-        print("\n".join(claims(result)), flush=True)
+        print("\n".join(claims(result)))
+        print(quietness(result), flush=True)
 
 
 def arguments_of() -> argparse.Namespace:
@@ -181,13 +184,14 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, choices=[2, 3, 4])
     parser.add_argument(
         "--rates", type=lambda text: [float(word) for word in text.split(",")],
-        default=[1000.0, 500.0, 250.0, 150.0, 100.0], help="Mbit/s, comma-separated",
+        default=[600.0, 300.0, 120.0, 60.0, 40.0], help="Mbit/s, comma-separated",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=15.0, help="no round begun beyond that")
     parser.add_argument("--steps", type=int, default=16, help="timed in a turn")
-    parser.add_argument("--width", type=int, default=360)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=512, help="real: of a replica's batch")
+    parser.add_argument("--rows", type=int, default=3200, help="real: of a replica's batch")
     parser.add_argument("--sleep-ms", type=float, default=80.0, help="sleeping: of a step")
     parser.add_argument("--table", action="store_true", help="print the tables of a stored result")
     arguments = parser.parse_args()

@@ -38,7 +38,7 @@ class Point:
     step_ms: float
     cpu_ms: float
     """Of all threads of a process, per step."""
-    busy_ms: float
+    core_ms: float
     """Of the process's core, per step, the kernel's part in sending included."""
 
     @property
@@ -49,11 +49,11 @@ class Point:
 
 def points(result: dict[str, Any]) -> list[Point]:
     cells: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    alone = {
-        (turn["round"], turn["mbit"]): _pace(turn)
-        for turn in result["turns"]
-        if turn["name"] == ALONE
-    }
+    units: dict[tuple[int, float], list[float]] = {}
+    for turn in result["turns"]:
+        if turn["name"] == ALONE:
+            units.setdefault((turn["round"], turn["mbit"]), []).append(_pace(turn))
+    alone = {place: fmean(paces) for place, paces in units.items()}
     for turn in result["turns"]:
         cells.setdefault((turn["name"], turn["mbit"]), []).append(turn)
     return [
@@ -103,10 +103,7 @@ def _point(
         exposed_steps=exposed,
         step_ms=1000 * median(map(_pace, turns)),
         cpu_ms=1000 * median(_per_step(turn, lambda host: host["cpu_s"]) for turn in turns),
-        busy_ms=1000
-        * median(
-            _per_step(turn, lambda host: host["core_busy"] * sum(host["step_s"])) for turn in turns
-        ),
+        core_ms=1000 * median(_per_step(turn, lambda host: host["core_s"]) for turn in turns),
     )
 
 
@@ -172,9 +169,19 @@ def details(result: dict[str, Any]) -> str:
             averages = f"| {p.average_steps:.2f} | {p.exposed_steps:.2f} | {p.off:+.1%} |"
         lines.append(
             f"| {p.name} | {p.mbit:g} {averages} {p.cpu_ms - base.cpu_ms:.1f} |"
-            f" {p.busy_ms - base.busy_ms:.1f} |"
+            f" {p.core_ms - base.core_ms:.1f} |"
         )
     return "\n".join(lines)
+
+
+def quietness(result: dict[str, Any]) -> str:
+    """What others took of the cores while it was measured."""
+    shares = [host["foreign_share"] for turn in result["turns"] for host in turn["hosts"]]
+    repeated = sum(turn["repeats"] for turn in result["turns"])
+    return (
+        f"others took {median(shares):.1%} of a core (median of turns), at worst {max(shares):.1%};"
+        f" {repeated} turns were repeated because of it"
+    )
 
 
 def claims(result: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,14 +14,15 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from offbeat import nest
+from offbeat import nest, trunk
 from offbeat.buffers import WrittenBuffers
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, unknown
 from offbeat.nest import Nest
 from offbeat.partition import balanced_cuts
 from offbeat.rng import seeded
 
 Model = nn.Module | Sequence[nn.Module]
+Cuts = Sequence[int] | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,40 @@ class Cut:
     stages: int
     places: tuple[int, ...] | None
     given: tuple[nn.Module, ...] | None = None
+    trunk: str | None = None
+    """The list of blocks to cut, in a model that is no nn.Sequential."""
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the stages can be made only once a batch has been seen."""
+        return self.places is None or (self.trunk is not None and self.given is None)
 
     def weighed(self, batch: Nest) -> "Cut":
         """The same cut with its places decided by the cost of this batch's forward."""
-        if self.places is not None:
+        if not self.needs_batch:
             return self
+        if self.trunk is not None:
+            return self._through_trunk(batch, self.trunk)
         costs = operation_counts([module for _, module in _layers(self.model)], batch)
-        places = tuple(balanced_cuts(costs, self.stages))
-        return Cut(self.model, self.stages, places, self.given)
+        return replace(self, places=tuple(balanced_cuts(costs, self.stages)))
+
+    def _through_trunk(self, batch: Nest, name: str) -> "Cut":
+        with untouched([self.model]):
+            anatomy = trunk.look_at(self.model, name, batch)
+        places = self.places
+        if places is None:
+            costs = operation_counts(trunk.parts_of(self.model, anatomy), batch)
+            places = tuple(balanced_cuts(costs, self.stages))
+        stages = trunk.stages_of(self.model, anatomy, places)
+        _check_against_whole(self.model, stages, batch, name)
+        cut = replace(self, places=places, given=tuple(stages))
+        _refuse_shared_parameters(cut)
+        return cut
 
     def copied(self) -> "Cut":
         """The same cut of a copy of the model."""
         model, given = deepcopy((self.model, self.given))
-        return Cut(model, self.stages, self.places, given)
+        return replace(self, model=model, given=given)
 
     def modules(self) -> list[nn.Module]:
         if self.given is not None:
@@ -62,7 +84,7 @@ def plan_cut(
     model: Model,
     *,
     stages: int | None = None,
-    cuts: Sequence[int] | None = None,
+    cuts: Cuts | None = None,
     ppv: Sequence[int] | None = None,
 ) -> Cut:
     """Decides, as far as possible without data, where the stages begin."""
@@ -93,7 +115,7 @@ def _as_given(modules: Sequence[nn.Module], stages: int | None, cuts: object, pp
 
 
 def _cut_module(
-    model: nn.Module, stages: int | None, cuts: Sequence[int] | None, ppv: Sequence[int] | None
+    model: nn.Module, stages: int | None, cuts: Cuts | None, ppv: Sequence[int] | None
 ) -> Cut:
     if cuts is not None and ppv is not None:
         raise ConfigurationError("cuts and ppv both say where to cut: give one of them.")
@@ -110,11 +132,7 @@ def _cut_module(
     if wanted == 1:
         return Cut(model, 1, ())
     if not isinstance(model, nn.Sequential):
-        raise ConfigurationError(
-            f"cannot cut a {type(model).__name__} into {wanted} stages: only the children of an"
-            " nn.Sequential run one after the other. Pass an nn.Sequential, or a list of modules,"
-            " one per stage."
-        )
+        return _cut_trunk(model, wanted, cuts, ppv)
     children = [module for _, module in _layers(model)]
     if wanted > len(children):
         raise ConfigurationError(
@@ -123,8 +141,70 @@ def _cut_module(
         )
     if given is None:
         return Cut(model, wanted, None)
-    places = given if cuts is not None else _places_of_ppv(children, given)
-    return Cut(model, wanted, _checked(places, len(children)))
+    if cuts is not None:
+        return Cut(model, wanted, _checked(_children_named(model, cuts), len(children)))
+    assert ppv is not None
+    return Cut(model, wanted, _checked(_places_of_ppv(children, ppv), len(children)))
+
+
+def _children_named(model: nn.Module, cuts: Cuts) -> list[int]:
+    """Child numbers; a cut may also be the name of a child."""
+    names = [name for name, _ in _layers(model)]
+    places = []
+    for cut in cuts:
+        if isinstance(cut, str) and cut not in names:
+            raise unknown("child to cut at", cut, names)
+        places.append(names.index(cut) if isinstance(cut, str) else cut)
+    return places
+
+
+def _cut_trunk(model: nn.Module, wanted: int, cuts: Cuts | None, ppv: Sequence[int] | None) -> Cut:
+    """Cuts a model between the blocks of a ModuleList."""
+    if ppv is not None:
+        raise ConfigurationError(
+            f"ppv counts the layers of an nn.Sequential, and this is a {type(model).__name__}: give"
+            " stages=, or cuts= with the paths of the blocks at which stages begin."
+        )
+    paths = [cut for cut in cuts or () if isinstance(cut, str)]
+    name = trunk.find_trunk(model, paths[0] if paths else None)
+    blocks = len(list(model.get_submodule(name).children()))
+    if wanted > blocks:
+        raise ConfigurationError(
+            f"{wanted} stages, but {name} has {blocks} blocks: give at most {blocks} stages."
+        )
+    if cuts is None:
+        return Cut(model, wanted, None, trunk=name)
+    places = []
+    for cut in cuts:
+        if isinstance(cut, str) and trunk.find_trunk(model, cut) != name:
+            raise ConfigurationError(
+                f"cuts: {paths[0]!r} and {cut!r} are blocks of different lists; all stages begin at"
+                " blocks of one."
+            )
+        places.append(int(cut.rpartition(".")[2]) if isinstance(cut, str) else cut)
+    return Cut(model, wanted, _checked(places, blocks), trunk=name)
+
+
+def _check_against_whole(
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
+) -> None:
+    """Refuses stages that do not compute what the whole model does."""
+    whole = outputs_of([_Called(model)], batch)[-1]
+    if not trunk.same_bits(outputs_of(stages, batch)[-1], whole):
+        raise ConfigurationError(
+            f"cut at {name}, this {type(model).__name__} computes something else than in one piece:"
+            " what comes after the blocks uses something from before them, or a block keeps state."
+            " Pass a list of modules, one per stage."
+        )
+
+
+class _Called(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Nest) -> Nest:
+        return trunk.call(self.model, x)
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -171,6 +251,8 @@ def _places_of_ppv(children: Sequence[nn.Module], ppv: Sequence[int]) -> list[in
 
 
 def _refuse_shared_parameters(cut: Cut) -> None:
+    if cut.needs_batch and cut.trunk is not None:
+        return
     if cut.places is None:
         parts = _layers(cut.model)
     else:

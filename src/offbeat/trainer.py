@@ -13,7 +13,7 @@ from offbeat import checks, nest
 from offbeat.assembly import Recipe
 from offbeat.averaging import Averaging
 from offbeat.averaging.engine import Averager
-from offbeat.cut import Model, plan_cut
+from offbeat.cut import Cuts, Model, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
@@ -29,6 +29,7 @@ from offbeat.sharding import Sampler, shards_of
 from offbeat.stage import Loss, Stage, precision
 from offbeat.transport import Key, Transport
 from offbeat.transport.memory import Meeting
+from offbeat.trunk import call
 from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 
 Engine = Literal["serial", "processes"]
@@ -53,13 +54,14 @@ class Trainer:
     >>> [loss is None for loss in losses]
     [True, True, False, False, False]
 
-    ``model``      an ``nn.Sequential`` to be cut, or a list of modules: the stages as given.
+    ``model``      an ``nn.Sequential`` or a model with a ``ModuleList`` of blocks, to be cut, or a
+                   list of modules: the stages as given.
     ``loss``       ``loss(output, target)``, one number, a mean over rows.
     ``optimizer``  called once per stage with its parameters; may return several optimizers.
     ``method``     an object from :mod:`offbeat.methods`, or its name.
     ``stages``     how many, cut where the counted cost of the first batch's forward balances;
-                   ``cuts=[7]`` begins the next stage at child 7; ``ppv=(7,)`` ends one after the
-                   7th conv or linear layer.
+                   ``cuts=[7]`` begins the next stage at child 7, ``cuts=["transformer.h.6"]`` at
+                   that block; ``ppv=(7,)`` ends one after the 7th conv or linear layer.
     ``replicas``   how many copies of the model train on a part of each batch each.
     ``averaging``  how they are kept together: an object from :mod:`offbeat.averaging`; by default
                    ``AllReduce()``.
@@ -89,7 +91,7 @@ class Trainer:
         optimizer: OptimizerFactory,
         method: Method | str = Synchronous(),  # noqa: B008 -- a frozen value
         stages: int | None = None,
-        cuts: Sequence[int] | None = None,
+        cuts: Cuts | None = None,
         ppv: Sequence[int] | None = None,
         replicas: int = 1,
         averaging: Averaging | str | None = None,
@@ -140,7 +142,7 @@ class Trainer:
             device=self._device,
             seed=torch.initial_seed() if seed is None else seed,
         )
-        if self._cut.places is not None and not self._needs_heads:
+        if not self._cut.needs_batch and not self._needs_heads:
             self._build(None)
 
     # ---------------------------------------------------------------- what it is
@@ -180,7 +182,7 @@ class Trainer:
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
-        """The children at which stages begin; None until the first batch decides it."""
+        """The children, or blocks, at which stages begin; None until the first batch decides it."""
         return self._cut.places
 
     @property
@@ -378,7 +380,7 @@ class Trainer:
                     output = worker.predict(number, x, states[worker.stage.index])
                 if not shown:  # nothing is cut before the first batch has been weighed
                     with precision(self._device, self._recipe.autocast):
-                        output = self.model(x)
+                        output = call(self.model, x)
                 if output is not None:
                     score.add(output, y)
             if self._processes is None or not shown:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_MARKED = 40
+"""Points up to which each has a marker; on a longer line they would hide it."""
 _FORWARD, _BACKWARD = "#56B4E9", "#E69F00"
 
 _INCH_PT = 72.0
@@ -38,7 +40,7 @@ def draw_timelines(
     end = until if until is not None else max(line.duration for line in timelines.values())
     panel_in = [_TITLE_IN + _ROW_IN * line.stages for line in timelines.values()]
     height = _TOP_IN + sum(panel_in) + _BOTTOM_IN
-    figure = _figure(_WIDTH_IN, height)
+    figure = empty_figure(_WIDTH_IN, height)
     top = height - _TOP_IN
     width = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
     for (name, line), panel in zip(timelines.items(), panel_in, strict=True):
@@ -98,7 +100,7 @@ def _two_kinds() -> tuple[list[Any], list[str]]:
 
 
 def draw_curves(
-    runs: Mapping[str, Sequence[tuple[int, float]]],
+    runs: Mapping[str, Sequence[tuple[float, float]]],
     *,
     ylabel: str = "test accuracy",
     xlabel: str = "epoch",
@@ -106,7 +108,7 @@ def draw_curves(
 ) -> "Figure":
     """One line per run through its (epoch, value) points; the legend stands beside the axes."""
     _refuse_empty(runs, "draw_curves")
-    figure = _figure(9.5, 4.8)
+    figure = empty_figure(9.5, 4.8)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     for place, (name, points) in enumerate(runs.items()):
@@ -116,7 +118,7 @@ def draw_curves(
             label=name,
             color=_PALETTE[place % len(_PALETTE)],
             linestyle=_DASHES[place % len(_DASHES)],
-            marker=_MARKERS[place % len(_MARKERS)],
+            marker=_MARKERS[place % len(_MARKERS)] if len(points) <= _MARKED else None,
             # Earlier lines are broader, so that one which a later line covers still shows.
             linewidth=max(1.5, 3.0 - 0.3 * place),
             markersize=max(4.5, 8 - 0.7 * place),
@@ -137,7 +139,8 @@ def _whole_numbers() -> Any:
     return MaxNLocator(integer=True)
 
 
-def _figure(width_in: float, height_in: float) -> "Figure":
+def empty_figure(width_in: float, height_in: float) -> "Figure":
+    """A figure outside pyplot; says what to install where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

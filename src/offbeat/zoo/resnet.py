@@ -4,6 +4,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError
+from offbeat.zoo.layers import GlobalAverage, start_from_he
+
+__all__ = ["BasicBlock", "GlobalAverage", "resnet"]
 
 
 def resnet(depth: int, classes: int = 10, channels: int = 3) -> nn.Sequential:
@@ -11,7 +14,8 @@ def resnet(depth: int, classes: int = 10, channels: int = 3) -> nn.Sequential:
 
     One convolution, n blocks each of 16, 32 and 64 channels, one linear layer: 6n+2 weighted
     layers, so the papers' placement vectors count as they do in the papers (ResNet-20 is cut by
-    ``ppv=(7,)`` after its 16-channel group).
+    ``ppv=(7,)`` after its 16-channel group). The papers use 20, 32, 44, 56, 98, 110, 164, 224 and
+    362, all of this one kind.
 
     Reference: He et al., "Deep Residual Learning for Image Recognition", 2016 (arXiv 1512.03385),
     section 4.2. Convolutions start from He's normal distribution (fan out), the linear layer from
@@ -33,18 +37,7 @@ def resnet(depth: int, classes: int = 10, channels: int = 3) -> nn.Sequential:
             layers.append(BasicBlock(width, wanted))
             width = wanted
     layers += [GlobalAverage(), nn.Linear(width, classes)]
-    model = nn.Sequential(*layers)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return model
-
-
-class GlobalAverage(nn.Module):
-    """One number per channel. Not AdaptiveAvgPool2d, which is not deterministic on a GPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((2, 3))
+    return start_from_he(nn.Sequential(*layers))
 
 
 class BasicBlock(nn.Module):

@@ -1,12 +1,12 @@
 """Data that needs no download: scikit-learn's 1797 handwritten digits."""
 
 from collections.abc import Iterator
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from offbeat.errors import BatchError, ConfigurationError, MissingExtra
+from offbeat.zoo.data.keys import generator
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -17,16 +17,21 @@ def digits(seed: int = 0, test_share: float = 0.2) -> Split:
     The split depends on ``seed`` alone. Pixels are scaled by mean and deviation of the training
     part, so that nothing of the test part is seen in training.
     """
+    train, y_train, test, y_test = raw_digits(seed, test_share)
+    mean, deviation = train.mean(), train.std()
+    return (train - mean) / deviation, y_train, (test - mean) / deviation, y_test
+
+
+def raw_digits(seed: int, test_share: float) -> Split:
+    """The same split, with pixels as they are: 0 to 16."""
     if not 0 < test_share < 1:
         raise ConfigurationError(
             f"digits(test_share={test_share!r}): give a share between 0 and 1, for example 0.2."
         )
     images, classes = _load()
-    order = torch.randperm(len(images), generator=_generator("split", seed))
+    order = torch.randperm(len(images), generator=generator("split", seed))
     held_out = min(len(images) - 1, max(1, round(len(images) * test_share)))
     test, train = order[:held_out], order[held_out:]
-    mean, deviation = images[train].mean(), images[train].std()
-    images = (images - mean) / deviation
     return images[train], classes[train], images[test], classes[test]
 
 
@@ -42,7 +47,7 @@ def batches(
             f"batches of {size} rows from {len(x)} inputs and {len(y)} targets: give a size of at"
             " least 1, and as many targets as inputs."
         )
-    order = torch.randperm(len(x), generator=_generator("epoch", seed, epoch))
+    order = torch.randperm(len(x), generator=generator("epoch", seed, epoch))
     for rows in order.split(size):
         yield x[rows], y[rows]
 
@@ -58,9 +63,3 @@ def _load() -> tuple[Tensor, Tensor]:
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
     return images, torch.tensor(found.target, dtype=torch.int64)
-
-
-def _generator(*key: object) -> torch.Generator:
-    """A generator of its own per key: the caller's global state stays where it is."""
-    digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

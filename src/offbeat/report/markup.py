@@ -1,0 +1,85 @@
+"""HTML that cannot be forgotten to escape: text is escaped, only :class:`Markup` is not."""
+
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: object, **attributes: object) -> Markup:
+    """An element; ``class_`` and ``aria_label`` become ``class`` and ``aria-label``.
+
+    >>> tag("p", "a < b", class_="note")
+    '<p class="note">a &lt; b</p>'
+    """
+    words = [name]
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        written = key.rstrip("_").replace("_", "-")
+        words.append(written if value is True else f'{written}="{html.escape(str(value))}"')
+    return Markup(f"<{' '.join(words)}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[object]) -> Markup:
+    """Children one after the other; None is nothing."""
+    return Markup(
+        "".join(
+            child if isinstance(child, Markup) else html.escape(str(child))
+            for child in children
+            if child is not None
+        )
+    )
+
+
+def table(
+    caption: str, head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: str = ""
+) -> Markup:
+    """A table in a box of its own, which scrolls where the page is narrow.
+
+    The first cell of a row is its heading.
+    """
+    body = [
+        tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:]))
+        for row in rows
+    ]
+    return tag(
+        "div",
+        tag(
+            "table",
+            tag("caption", caption),
+            tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head))),
+            tag("tbody", *body),
+            class_=class_ or None,
+        ),
+        class_="scroll",
+        role="region",
+        aria_label=caption,
+        tabindex="0",
+    )
+
+
+def data_block(name: str, value: Any) -> Markup:
+    """JSON inside a page: read by the script, run by nobody."""
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    # Inside <script> only "</" and "<!--" mean something; neither is left.
+    safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return Markup(f'<script type="application/json" id="{html.escape(name)}">{safe}</script>')
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

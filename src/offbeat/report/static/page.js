@@ -1,0 +1,5 @@
+{
+  const data = JSON.parse(document.getElementById("data").textContent);
+  startCurves(data.curves);
+  startTimelines(data.timelines);
+}

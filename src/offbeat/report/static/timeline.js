@@ -1,0 +1,353 @@
+/* Timelines: boxes on a canvas, because a run has thousands of them. */
+
+const NAMES = {
+  F: "forward", B: "backward", U: "update",
+  S: "start of an average", A: "average under way", M: "merge of an average",
+};
+const AXIS = 22;
+const NARROW_UPDATE = 3;
+/* Pixels of a typical box in the first view, and how many batches it should show. */
+const FIRST_BOX = 26;
+const NARROWEST_BOX = 6;
+const FIRST_BATCHES = 8;
+
+function time(value, unit) {
+  if (!unit) return String(Number(value.toFixed(3)));
+  const size = Math.abs(value);
+  if (size >= 1 || size === 0) return `${Number(value.toPrecision(4))} s`;
+  if (size >= 1e-3) return `${Number((value * 1e3).toPrecision(4))} ms`;
+  return `${Number((value * 1e6).toPrecision(4))} µs`;
+}
+
+class Timeline {
+  constructor(figure, data) {
+    this.data = data;
+    this.canvas = figure.querySelector("canvas");
+    this.range = figure.querySelector(".range");
+    this.details = figure.querySelector(".details");
+    this.chosen = null;
+    this.pointers = new Map();
+    this.count = data.start.length;
+    const ends = data.start.map((start, k) => start + data.length[k]);
+    this.end = ends.reduce((most, end) => Math.max(most, end), 0) || 1;
+    this.byRow = data.rows.map(() => []);
+    data.row.forEach((row, k) => this.byRow[row].push(k));
+    for (const row of this.byRow) row.sort((a, b) => data.start[a] - data.start[b]);
+    this.rowHeight = data.rows.length <= 12 ? 26 : data.rows.length <= 32 ? 18 : 12;
+    this.canvas.style.height = `${AXIS + data.rows.length * this.rowHeight + 4}px`;
+    this.listen(figure);
+  }
+
+  listen(figure) {
+    const c = this.canvas;
+    for (const button of figure.querySelectorAll("button[data-do]")) {
+      button.addEventListener("click", () => this.act(button.dataset.do));
+    }
+    c.addEventListener("pointerdown", (event) => this.down(event));
+    c.addEventListener("pointermove", (event) => this.move(event));
+    for (const name of ["pointerup", "pointercancel"]) {
+      c.addEventListener(name, (event) => this.pointers.delete(event.pointerId));
+    }
+    c.addEventListener("click", (event) => {
+      if (!this.dragged) this.choose(this.at(event.offsetX, event.offsetY));
+    });
+    c.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    c.addEventListener("keydown", (event) => this.key(event));
+    new ResizeObserver(() => this.resize()).observe(c);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  /* ---------------------------------------------------------------- view */
+
+  resize() {
+    const c = this.canvas;
+    const scale = window.devicePixelRatio || 1;
+    this.width = c.clientWidth;
+    this.height = c.clientHeight;
+    if (!this.width) return;
+    c.width = Math.round(this.width * scale);
+    c.height = Math.round(this.height * scale);
+    this.pen = c.getContext("2d");
+    this.pen.scale(scale, scale);
+    this.pen.font = "12px system-ui, sans-serif";
+    const widest = Math.max(...this.data.rows.map((name) => this.pen.measureText(name).width));
+    this.gutter = Math.ceil(widest) + 10;
+    this.plot = Math.max(1, this.width - this.gutter - 4);
+    if (this.from === undefined) this.first();
+    this.draw();
+  }
+
+  /* At first boxes are wide enough for their numbers, unless that would show too few batches. */
+  first() {
+    const { kind, length } = this.data;
+    const lengths = length.filter((size, k) => size > 0 && "FB".includes(kind[k]));
+    lengths.sort((a, b) => a - b);
+    const typical = lengths[Math.floor(lengths.length / 2)] || this.end;
+    const forwards = (this.byRow[0] || []).filter((k) => this.data.kind[k] === "F");
+    const some = forwards[Math.min(FIRST_BATCHES, forwards.length) - 1];
+    const enough = some === undefined ? 0 : this.data.start[some] + this.data.length[some];
+    const span = Math.max((typical * this.plot) / FIRST_BOX, enough);
+    this.view(0, Math.min(this.end, span, (typical * this.plot) / NARROWEST_BOX));
+  }
+
+  view(from, span) {
+    this.span = Math.min(this.end * 1.02, Math.max(this.end * 1e-6, span));
+    this.from = Math.min(Math.max(0, from), Math.max(0, this.end * 1.02 - this.span));
+    if (!this.waiting) {
+      this.waiting = true;
+      requestAnimationFrame(() => { this.waiting = false; this.draw(); });
+    }
+  }
+
+  zoom(factor, px = this.gutter + this.plot / 2) {
+    const at = this.from + ((px - this.gutter) / this.plot) * this.span;
+    const span = Math.min(this.end * 1.02, Math.max(this.end * 1e-6, this.span / factor));
+    this.view(at - ((px - this.gutter) / this.plot) * span, span);
+  }
+
+  x(value) {
+    return this.gutter + ((value - this.from) / this.span) * this.plot;
+  }
+
+  /* ---------------------------------------------------------------- drawing */
+
+  draw() {
+    if (!this.pen || !this.width) return;
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    this.colours = Object.fromEntries(
+      ["ink", "soft", "rule", "paper", "F", "B", "U", "A", "in-box"].map((n) => [n, colour(n)]));
+    this.pen.clearRect(0, 0, this.width, this.height);
+    this.drawAxis();
+    this.byRow.forEach((row, place) => this.drawRow(row, place));
+    const words = (value) => time(value, this.data.unit);
+    const whole = this.span >= this.end;
+    this.range.textContent = whole
+      ? `all: ${words(this.end)}`
+      : `${words(this.from)} to ${words(this.from + this.span)} of ${words(this.end)}`;
+  }
+
+  drawAxis() {
+    const { pen, colours } = this;
+    pen.textBaseline = "alphabetic";
+    pen.textAlign = "center";
+    const marks = ticks(this.from, this.from + this.span, Math.max(2, this.plot / 90));
+    for (const value of marks.values) {
+      const x = this.x(value);
+      pen.fillStyle = colours.rule;
+      pen.fillRect(x, AXIS - 5, 1, this.height - AXIS + 5);
+      pen.fillStyle = colours.soft;
+      const label = time(Number(value.toFixed(9)), this.data.unit);
+      const half = pen.measureText(label).width / 2;
+      pen.fillText(label, Math.min(Math.max(x, this.gutter + half), this.width - half), AXIS - 9);
+    }
+  }
+
+  drawRow(row, place) {
+    const { pen, colours, data } = this;
+    const top = AXIS + place * this.rowHeight;
+    pen.fillStyle = colours.ink;
+    pen.textAlign = "left";
+    pen.textBaseline = "middle";
+    pen.fillText(data.rows[place], 0, top + this.rowHeight / 2);
+    pen.save();
+    pen.beginPath();
+    pen.rect(this.gutter, 0, this.plot + 4, this.height);
+    pen.clip();
+    pen.textAlign = "center";
+    // Updates last: they are narrow, and a neighbour must not cover them.
+    const visible = row.filter((k) =>
+      data.start[k] + data.length[k] >= this.from && data.start[k] <= this.from + this.span);
+    for (const narrow of [false, true]) {
+      for (const k of visible) if ((data.kind[k] === "U") === narrow) this.drawBox(k, top);
+    }
+    pen.restore();
+  }
+
+  drawBox(k, top) {
+    const { pen, colours, data } = this;
+    const kind = data.kind[k];
+    const [left, right] = this.edges(k);
+    const inset = kind === "A" ? this.rowHeight * 0.3 : 2;
+    const height = this.rowHeight - 2 * inset;
+    pen.globalAlpha = this.dimmed(k) ? 0.3 : 1;
+    pen.fillStyle = colours["FBU".includes(kind) ? kind : "A"];
+    const gap = right - left > 4 && kind !== "U" ? 1 : 0;
+    pen.fillRect(left, top + inset, right - left - gap, height);
+    pen.fillStyle = colours["in-box"];
+    const room = right - left - 4;
+    const texts = this.rowHeight > 14 && "FB".includes(kind)
+      ? [`${kind}${data.batch[k]}`, String(data.batch[k])] : [];
+    const text = texts.find((t) => pen.measureText(t).width <= room);
+    if (text) pen.fillText(text, (left + right - gap) / 2, top + this.rowHeight / 2 + 0.5);
+    pen.globalAlpha = 1;
+    if (k === this.chosen) {
+      pen.strokeStyle = colours.ink;
+      pen.lineWidth = 2;
+      pen.strokeRect(left, top + inset, Math.max(2, right - left - gap), height);
+    }
+  }
+
+  /* With an action chosen, its micro-batch stands out on its way through all stages. */
+  dimmed(k) {
+    if (this.chosen === null || k === this.chosen) return false;
+    const { data, chosen } = this;
+    const pair = "FB".includes(data.kind[chosen]) && "FB".includes(data.kind[k]);
+    return !(pair && data.batch[k] === data.batch[chosen]
+      && data.replica[k] === data.replica[chosen]);
+  }
+
+  edges(k) {
+    const left = this.x(this.data.start[k]);
+    const right = this.x(this.data.start[k] + this.data.length[k]);
+    const least = this.data.kind[k] === "U" ? NARROW_UPDATE : 0.7;
+    if (right - left >= least) return [left, right];
+    return this.data.kind[k] === "U"
+      ? [(left + right - least) / 2, (left + right + least) / 2] : [left, left + least];
+  }
+
+  /* ---------------------------------------------------------------- choosing */
+
+  at(px, py) {
+    const row = this.byRow[Math.floor((py - AXIS) / this.rowHeight)];
+    if (!row || px < this.gutter) return null;
+    let best = null;
+    for (const k of row) {
+      const [left, right] = this.edges(k);
+      const away = Math.max(left - px, px - right, 0);
+      const better = best === null || away < best.away
+        || (away === best.away && right - left < best.width);
+      if (away <= 3 && better) best = { k, away, width: right - left };
+    }
+    return best && best.k;
+  }
+
+  choose(k) {
+    this.chosen = k;
+    const rows = k === null ? [] : this.describe(k);
+    if (rows.length) {
+      const list = element("dl");
+      for (const [name, value] of rows) {
+        list.append(element("div", {}, element("dt", {}, name), element("dd", {}, value)));
+      }
+      this.details.replaceChildren(list);
+    } else {
+      this.details.textContent = "No action chosen.";
+    }
+    this.draw();
+  }
+
+  describe(k) {
+    const d = this.data;
+    const kind = d.kind[k];
+    const rows = [
+      ["action", `${NAMES[kind]} (${d.stage[k]}${kind}${d.batch[k]})`],
+      ["stage", String(d.stage[k])],
+      ["replica", String(d.replica[k])],
+      [{ F: "batch", B: "batch", U: "update" }[kind] || "average", String(d.batch[k])],
+    ];
+    if (kind === "F") rows.push(["version read", String(d.version[k])]);
+    if (kind === "B") {
+      rows.push(["version its forward read", d.read[k] === null ? "unknown" : String(d.read[k])]);
+      rows.push(["newest version", String(d.version[k])]);
+    }
+    if (kind === "U") rows.push(["version written", String(d.version[k])]);
+    if (!"FBU".includes(kind)) rows.push(["version", String(d.version[k])]);
+    if ("FB".includes(kind)) {
+      const updates = d.lag[k] === 1 ? "update" : "updates";
+      rows.push(["lag", d.lag[k] === null ? "unknown" : `${d.lag[k]} ${updates}`]);
+    }
+    rows.push(["start", time(d.start[k], d.unit)], ["duration", time(d.length[k], d.unit)]);
+    if (d.loss[k] !== null) rows.push(["loss", short(d.loss[k])]);
+    return rows;
+  }
+
+  /* ---------------------------------------------------------------- input */
+
+  act(word) {
+    if (word === "in") this.zoom(1.6);
+    if (word === "out") this.zoom(1 / 1.6);
+    if (word === "left") this.view(this.from - 0.4 * this.span, this.span);
+    if (word === "right") this.view(this.from + 0.4 * this.span, this.span);
+    if (word === "all") this.view(0, this.end * 1.02);
+  }
+
+  down(event) {
+    if (!this.pointers.size) this.dragged = false;
+    this.pointers.set(event.pointerId, { x: event.offsetX, first: event.offsetX });
+  }
+
+  move(event) {
+    const own = this.pointers.get(event.pointerId);
+    if (!own) return;
+    const before = [...this.pointers.values()].map(({ x }) => x);
+    const last = own.x;
+    own.x = event.offsetX;
+    if (Math.abs(own.x - own.first) > 5 || this.pointers.size > 1) {
+      if (!this.dragged) this.canvas.setPointerCapture(event.pointerId);
+      this.dragged = true;
+    }
+    if (!this.dragged) return;
+    if (this.pointers.size === 1) {
+      this.view(this.from - ((own.x - last) / this.plot) * this.span, this.span);
+    } else {
+      const after = [...this.pointers.values()].map(({ x }) => x);
+      const apart = (xs) => Math.max(20, Math.abs(xs[0] - xs[1]));
+      this.zoom(apart(after) / apart(before), (after[0] + after[1]) / 2);
+    }
+  }
+
+  /* Without this rule a reader who scrolls the page would be caught by the first timeline. */
+  wheel(event) {
+    if (!event.ctrlKey && document.activeElement !== this.canvas) return;
+    event.preventDefault();
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      this.view(this.from + (event.deltaX / this.plot) * this.span, this.span);
+    } else {
+      this.zoom(Math.exp(-Math.max(-100, Math.min(100, event.deltaY)) / 250), event.offsetX);
+    }
+  }
+
+  key(event) {
+    const zooms = { "+": 1.6, "=": 1.6, "-": 1 / 1.6 };
+    const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+    if (zooms[event.key]) this.zoom(zooms[event.key]);
+    else if (steps[event.key]) this.step(...steps[event.key]);
+    else if (event.key === "Escape") this.choose(null);
+    else return;
+    event.preventDefault();
+  }
+
+  step(along, across) {
+    if (!this.count) return;
+    if (this.chosen === null) {
+      this.reveal(this.byRow[0][0]);
+      return;
+    }
+    const place = this.data.row[this.chosen];
+    if (along) {
+      const row = this.byRow[place];
+      const next = row[row.indexOf(this.chosen) + along];
+      if (next !== undefined) this.reveal(next);
+      return;
+    }
+    const row = this.byRow[place + across];
+    if (!row) return;
+    const start = this.data.start[this.chosen];
+    const away = (k) => Math.abs(this.data.start[k] - start);
+    this.reveal(row.reduce((best, k) => (away(k) < away(best) ? k : best)));
+  }
+
+  reveal(k) {
+    const start = this.data.start[k];
+    const out = start < this.from || start + this.data.length[k] > this.from + this.span;
+    if (out) this.view(start - this.span / 2, this.span);
+    this.choose(k);
+  }
+}
+
+function startTimelines(timelines) {
+  for (const figure of document.querySelectorAll("[data-timeline]")) {
+    new Timeline(figure, timelines[Number(figure.dataset.timeline)]);
+  }
+}

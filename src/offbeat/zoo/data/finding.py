@@ -1,0 +1,188 @@
+"""Finding a file: in the user's folder, in the cache, or on the net.
+
+A download is written aside, checked and renamed, so the cache never holds half a file. Published
+sizes and checksums are demanded of every file that bears the published name, wherever it lies. Only
+where copies that someone packed again are common (``repacked``) is another size taken. Formats
+check themselves on top of that.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO
+from urllib.request import Request, urlopen
+
+from offbeat.errors import ConfigurationError
+
+_CHUNK = 1 << 20
+_SILENCE_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """One published file."""
+
+    name: str
+    urls: tuple[str, ...]
+    size: int | None
+    """None where it is not published."""
+    checksum: str
+    """``md5:...``, ``sha256:...``; empty where only the unpacked contents have a published one."""
+    repacked: bool = False
+    also: tuple[str, ...] = ()
+    """Other names of the same, unpacked or packed otherwise; those of folders end with a slash."""
+
+
+def find(
+    dataset: str,
+    resource: Resource,
+    folder: str | Path | None = None,
+    *,
+    inside: Iterable[str] = (),
+    download: bool = True,
+) -> Path:
+    """The path of a resource, after a download if need be.
+
+    ``inside``: folders within ``folder`` in which it may lie, besides ``folder`` and
+    ``folder/dataset``.
+    """
+    cached = cache() / dataset
+    places = [*_places(dataset, folder, inside), cached]
+    for place in places:
+        for name in (resource.name, *resource.also):
+            path = place / name
+            if path.is_dir() if name.endswith("/") else path.is_file():
+                _check(path, resource)
+                return path
+    target = cached / resource.name
+    failures = _download(resource, target) if download else ["download=False"]
+    if failures is None:
+        return target
+    looked = " or ".join(map(str, places))
+    raise ConfigurationError(
+        f"data {dataset!r}: {resource.name} is not in {looked}, and could not be downloaded"
+        f" ({'; '.join(failures)}). Put the file into one of these folders, or name the folder that"
+        " has it: folder=... (or set OFFBEAT_DATA)."
+    )
+
+
+def cache() -> Path:
+    """Where downloads are kept: $OFFBEAT_DATA, otherwise ~/.cache/offbeat."""
+    given = os.environ.get("OFFBEAT_DATA")
+    return Path(given) if given else Path.home() / ".cache" / "offbeat"
+
+
+def damaged(path: Path, what: str) -> ConfigurationError:
+    """The error for a file that is not what it should be."""
+    return ConfigurationError(
+        f"{path} is damaged: {what}. Delete it, or replace it by a whole one."
+    )
+
+
+def _places(dataset: str, folder: str | Path | None, inside: Iterable[str]) -> list[Path]:
+    if folder is None:
+        return []
+    if not Path(folder).is_dir():
+        raise ConfigurationError(
+            f"data {dataset!r}: folder={str(folder)!r} is not a folder. Name the one that holds the"
+            " files, or leave it out to use the cache and the net."
+        )
+    # The folder itself comes last: a file of a common name there may be something else.
+    return [Path(folder) / name for name in (dataset, *inside, "")]
+
+
+def _check(path: Path, resource: Resource) -> None:
+    same_size = path.stat().st_size == resource.size
+    if path.name == resource.name and (same_size or not resource.repacked):
+        try:
+            _compare(path, resource)
+        except ValueError as error:
+            raise damaged(path, str(error)) from error
+
+
+def checksum(source: Path | bytes, wanted: str) -> str:
+    """The checksum of a file or of bytes, of the kind ``wanted`` has."""
+    if not wanted:
+        return ""
+    kind = wanted.partition(":")[0]
+    if isinstance(source, bytes):
+        return f"{kind}:{hashlib.new(kind, source).hexdigest()}"
+    with source.open("rb") as file:
+        return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"
+
+
+def _download(resource: Resource, target: Path) -> list[str] | None:
+    """None after a success, otherwise why each mirror failed."""
+    failures = []
+    for url in resource.urls:
+        aside: Path | None = None
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            aside = Path(name)
+            with os.fdopen(handle, "wb") as file:
+                _fetch(url, resource, file)
+            _compare(aside, resource)
+            aside.chmod(0o644)  # a cache may be shared; mkstemp thinks of secrets
+            aside.replace(target)
+            return None
+        except (OSError, HTTPException, ValueError) as error:
+            failures.append(f"{url}: {str(error) or type(error).__name__}")
+        finally:
+            if aside is not None:
+                aside.unlink(missing_ok=True)
+    return failures
+
+
+def _fetch(url: str, resource: Resource, file: IO[bytes]) -> None:
+    request = Request(url, headers={"User-Agent": "offbeat"})
+    with urlopen(request, timeout=_SILENCE_S) as response:
+        promised = int(response.headers.get("Content-Length") or resource.size or 0)
+        progress = _Progress(resource.name, promised)
+        while chunk := response.read(_CHUNK):
+            file.write(chunk)
+            progress.add(len(chunk))
+        progress.end()
+    if promised and file.tell() != promised:  # a broken connection just ends the stream
+        raise ValueError(f"the connection ended after {file.tell():,} of {promised:,} bytes")
+
+
+def _compare(path: Path, resource: Resource) -> None:
+    size = path.stat().st_size
+    if resource.size not in (None, size):
+        raise ValueError(f"{size:,} bytes instead of {resource.size:,}")
+    found = checksum(path, resource.checksum)
+    if found != resource.checksum:
+        raise ValueError(f"checksum {found} instead of {resource.checksum}")
+
+
+class _Progress:
+    """How far a download is: on a terminal twice a second, otherwise one line at the start."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self._name, self._size = name, size
+        self._bytes = 0
+        self._shown = 0.0
+        self._live = sys.stderr.isatty()
+        if not self._live:
+            print(f"downloading {name} ({size / 1e6:.1f} MB)", file=sys.stderr)
+
+    def add(self, size: int) -> None:
+        self._bytes += size
+        if self._live and time.monotonic() - self._shown > 0.5:
+            self._shown = time.monotonic()
+            self._show("\r")
+
+    def end(self) -> None:
+        if self._live:
+            self._show("\n")
+
+    def _show(self, end: str) -> None:
+        text = f"downloading {self._name}: {self._bytes / 1e6:.1f} of {self._size / 1e6:.1f} MB"
+        print(text, end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,293 @@
+"""The data sets, each found by its files and described for training."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from offbeat.errors import ConfigurationError, unknown
+from offbeat.zoo.data import published
+from offbeat.zoo.data.base import Data
+from offbeat.zoo.data.bpe import BytePairs, read_merges
+from offbeat.zoo.data.digits import raw_digits
+from offbeat.zoo.data.finding import Resource, checksum, damaged, find
+from offbeat.zoo.data.folders import read_folder
+from offbeat.zoo.data.formats import read_cifar, read_idx, unpacked
+from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
+from offbeat.zoo.data.text import Unit, encoding, token_loss, tokens
+
+Folder = str | Path | None
+
+
+def digits_data(folder: Folder = None, *, seed: int = 0, test_share: float = 0.2) -> Data:
+    """scikit-learn's 8x8 digits, split as ``digits(seed, test_share)`` does."""
+    del folder  # they come with scikit-learn
+    train, y_train, test, y_test = raw_digits(seed, test_share)
+    scale = Scale(train.mean(), train.std())
+    return _images(
+        "digits",
+        Images(train.to(torch.uint8), y_train, scale),
+        Images(test.to(torch.uint8), y_test, scale),
+        tuple("0123456789"),
+    )
+
+
+def mnist(folder: Folder = None, *, download: bool = True) -> Data:
+    """60,000 + 10,000 handwritten digits of 28x28."""
+    find_it = partial(find, "mnist", folder=folder, inside=["MNIST/raw"], download=download)
+    return _idx("mnist", published.MNIST, find_it, 0.13066, 0.30811, tuple("0123456789"))
+
+
+def fashion_mnist(folder: Folder = None, *, download: bool = True) -> Data:
+    """60,000 + 10,000 pieces of clothing of 28x28, in MNIST's format."""
+    inside = ["FashionMNIST/raw"]
+    find_it = partial(find, "fashion-mnist", folder=folder, inside=inside, download=download)
+    return _idx(
+        "fashion-mnist",
+        published.FASHION_MNIST,
+        find_it,
+        0.28604,
+        0.35302,
+        published.FASHION_CLASSES,
+    )
+
+
+def cifar10(folder: Folder = None, *, download: bool = True) -> Data:
+    """50,000 + 10,000 colour images of 32x32; augmented by crops with a border of 4 and mirrors."""
+    path = find("cifar10", published.CIFAR_10, folder, download=download)
+    if path.is_file() and path.name in published.CIFAR_FIRST_BATCHES:
+        path = path.parent
+    pixels, labels, test_pixels, test_labels = read_cifar(path)
+    scale = Scale(
+        255 * torch.tensor([0.49140, 0.48216, 0.44653]),
+        255 * torch.tensor([0.24703, 0.24349, 0.26159]),
+    )
+    augmentation = Augmentation(pad=4, flip=True)
+    return _images(
+        "cifar10",
+        Images(_tensor(pixels), _tensor(labels).long(), scale, augmentation),
+        Images(_tensor(test_pixels), _tensor(test_labels).long(), scale),
+        published.CIFAR_CLASSES,
+    )
+
+
+def image_folder(
+    folder: Folder,
+    *,
+    side: int = 32,
+    channels: int = 3,
+    test_share: float = 0.2,
+    seed: int = 0,
+    pad: int | None = None,
+    flip: bool = True,
+) -> Data:
+    """PNG and JPEG files, one sub-folder per class, scaled and cut to ``side`` x ``side``.
+
+    The classes lie in ``train/`` and ``test/`` (or ``val/``); without these two a share is held out
+    by ``seed``. ``pad``: the border for random crops, an eighth of the side unless given.
+    """
+    if folder is None:
+        raise ConfigurationError(
+            "data 'images' needs folder=...: one that holds a sub-folder of images per class."
+        )
+    read = read_folder(Path(folder), side, channels, test_share, seed)
+    scale = scale_of(read.train[0])
+    augmentation = Augmentation(pad=side // 8 if pad is None else pad, flip=flip)
+    return _images(
+        "images",
+        Images(*read.train, scale, augmentation),
+        Images(*read.test, scale),
+        read.classes,
+    )
+
+
+def text(
+    folder: Folder = None,
+    *,
+    file: str | Path | None = None,
+    unit: Unit = "characters",
+    context: int = 128,
+    test_share: float = 0.1,
+    download: bool = True,
+) -> Data:
+    """Any text file; its end is held out. ``folder`` may be the file, or hold GPT-2's merges."""
+    path = Path(file or folder or "")
+    if not path.is_file():
+        raise ConfigurationError(
+            f"data 'text': file={str(path)!r} is not a file. Give the path of a text file."
+        )
+    if not 0 < test_share < 1:
+        raise ConfigurationError(
+            f"data 'text': test_share={test_share!r}: give a share between 0 and 1, for example"
+            " 0.1."
+        )
+    whole = unpacked(path)
+    places = [int(len(whole) * (1 - test_share))]
+    merges = None if folder is None or Path(folder).is_file() else folder
+    return _text(path.stem, _cut(whole, places, unit), unit, context, merges, download)
+
+
+def tinyshakespeare(
+    folder: Folder = None,
+    *,
+    unit: Unit = "characters",
+    context: int = 256,
+    download: bool = True,
+) -> Data:
+    """1,115,394 characters of Shakespeare's plays; the last tenth is held out."""
+    path = find("tinyshakespeare", published.TINY_SHAKESPEARE, folder, download=download)
+    whole = unpacked(path)
+    parts = _cut(whole, [int(len(whole) * 0.9)], unit)
+    return _text("tinyshakespeare", parts, unit, context, folder, download)
+
+
+def enwik8(
+    folder: Folder = None, *, unit: Unit = "bytes", context: int = 512, download: bool = True
+) -> Data:
+    """The first 10^8 bytes of a Wikipedia: 90 million to train, 5 to validate, 5 to test."""
+    path = find("enwik8", published.ENWIK8, folder, download=download)
+    whole = unpacked(path)
+    size, wanted = published.ENWIK8_UNPACKED
+    if len(whole) != size:
+        raise damaged(path, f"{len(whole):,} bytes unpacked instead of {size:,}")
+    found = checksum(whole, wanted)
+    if found != wanted:
+        raise damaged(path, f"checksum {found} of its contents instead of {wanted}")
+    parts = _cut(whole, [size * 90 // 100, size * 95 // 100], unit)
+    return _text("enwik8", parts, unit, context, folder, download)
+
+
+def wikitext2(
+    folder: Folder = None, *, unit: Unit = "words", context: int = 128, download: bool = True
+) -> Data:
+    """WikiText-2, the version with ``<unk>``: two million words, and parts to validate and test."""
+    path = find("wikitext-2", published.WIKITEXT_2, folder, download=download)
+    names = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
+    if path.suffix == ".zip":
+        parts = [unpacked(path, member=f"wikitext-2/{name}") for name in names]
+    else:
+        parts = [_bytes_of(path.parent / name) for name in names]
+    return _text("wikitext-2", parts, unit, context, folder, download)
+
+
+def gpt2_tokens(folder: Folder = None, *, download: bool = True) -> BytePairs:
+    """GPT-2's encoder, from its list of merges."""
+    inside = ["../gpt2-bpe"]
+    path = find("gpt2-bpe", published.GPT_2_MERGES, folder, inside=inside, download=download)
+    return read_merges(path)
+
+
+DATA: dict[str, Callable[..., Data]] = {
+    "digits": digits_data,
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
+    "images": image_folder,
+    "text": text,
+    "tinyshakespeare": tinyshakespeare,
+    "enwik8": enwik8,
+    "wikitext-2": wikitext2,
+}
+
+
+def data_named(name: str, folder: Folder = None, **settings: Any) -> Data:
+    """A data set by name; hyphens, underscores and capitals do not matter.
+
+    It is looked for in ``folder``, then in the cache ($OFFBEAT_DATA, otherwise ~/.cache/offbeat),
+    and downloaded last. ``settings`` are the arguments of its function.
+
+    >>> data_named("digits").shape
+    (1, 8, 8)
+    """
+    plain = {_plain(known): build for known, build in DATA.items()}
+    build = plain.get(_plain(name))
+    if build is None:
+        raise unknown("data", name, DATA)
+    known = [setting for setting in signature(build).parameters if setting != "folder"]
+    for setting in settings:
+        if setting not in known:
+            raise unknown(f"setting of data {name}:", setting, known)
+    return build(folder, **settings)
+
+
+def _plain(name: object) -> str:
+    return str(name).lower().replace("-", "").replace("_", "")
+
+
+def _idx(
+    name: str,
+    files: dict[str, Resource],
+    find_it: Callable[[Resource], Path],
+    mean: float,
+    deviation: float,
+    names: tuple[str, ...],
+) -> Data:
+    scale = Scale(torch.tensor(255 * mean), torch.tensor(255 * deviation))
+    parts = []
+    for part in ("train", "test"):
+        images, labels = find_it(files[f"{part} images"]), find_it(files[f"{part} labels"])
+        pixels, classes = read_idx(images, 3), read_idx(labels, 1)
+        if len(pixels) != len(classes):
+            raise damaged(labels, f"{len(classes)} labels for the {len(pixels)} images of {images}")
+        if classes.max(initial=0) >= len(names):
+            raise damaged(labels, f"a label is {classes.max()}, the classes are 0 to 9")
+        parts.append(Images(_tensor(pixels).unsqueeze(1), _tensor(classes).long(), scale))
+    train, test = parts
+    return _images(name, train, test, names)
+
+
+def _images(name: str, train: Images, test: Images, names: tuple[str, ...]) -> Data:
+    _, channels, height, width = train.pixels.shape
+    return Data(
+        name=name,
+        train=train,
+        test=test,
+        shape=(channels, height, width),
+        loss=F.cross_entropy,
+        classes=len(names),
+        names=names,
+    )
+
+
+def _text(
+    name: str, parts: Sequence[bytes], unit: Unit, context: int, folder: Folder, download: bool
+) -> Data:
+    """Parts are train and test, or train, validation and test."""
+    chosen = encoding(unit, b"".join(parts), partial(gpt2_tokens, folder, download=download))
+    sources = [tokens(chosen.encode(part), chosen.size, context) for part in parts]
+    return Data(
+        name=name,
+        train=sources[0],
+        test=sources[-1],
+        validation=sources[1] if len(sources) == 3 else None,
+        shape=(context,),
+        loss=token_loss,
+        vocabulary=chosen.size,
+        decode=chosen.decode,
+    )
+
+
+def _cut(whole: bytes, places: Sequence[int], unit: Unit) -> list[bytes]:
+    """Contiguous parts; unless bytes are the unit, no character of several is cut in two."""
+    moved = []
+    for place in places:
+        while unit != "bytes" and place < len(whole) and whole[place] & 0xC0 == 0x80:
+            place += 1
+        moved.append(place)
+    return [whole[start:end] for start, end in pairwise([0, *moved, len(whole)])]
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array.copy())  # arrays over bytes are read-only

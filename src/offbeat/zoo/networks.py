@@ -1,0 +1,122 @@
+"""Networks by name."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.errors import ConfigurationError, unknown
+from offbeat.zoo.cnn import digits_cnn
+from offbeat.zoo.convnets import alexnet, lenet5, vgg16
+from offbeat.zoo.data.base import Data
+from offbeat.zoo.gpt import gpt
+from offbeat.zoo.mlp import mlp
+from offbeat.zoo.resnet import resnet
+from offbeat.zoo.wide import resnet18, wrn28_10
+
+Build = Callable[..., nn.Sequential]
+
+PAPER_DEPTHS = (20, 32, 44, 56, 98, 110, 164, 224, 362)
+
+_OF_IMAGENET = ("50", "152")  # 6n+2 too, but these names mean other networks
+
+NETWORKS: dict[str, Build] = {
+    "digits-cnn": digits_cnn,
+    "mlp": mlp,
+    "lenet5": lenet5,
+    "alexnet": alexnet,
+    "vgg16": vgg16,
+    "resnet18": resnet18,
+    **{f"resnet{depth}": partial(resnet, depth) for depth in PAPER_DEPTHS},
+    "wrn28-10": wrn28_10,
+    "gpt": gpt,
+}
+
+
+def network(name: str, **settings: Any) -> nn.Sequential:
+    """A network by its name; hyphens, underscores and capitals do not matter.
+
+    ``settings`` are the arguments of its function. Other CIFAR ResNets work by name too, for
+    example ``"resnet26"``.
+
+    >>> len(network("ResNet-20", classes=100)[-1].bias)
+    100
+    """
+    build = _build(name)
+    _check_settings(name, build, settings)
+    return build(**settings)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings a network takes, with their defaults; ``...`` for those that must be given."""
+    parameters = signature(_build(name)).parameters.values()
+    return {p.name: ... if p.default is Parameter.empty else p.default for p in parameters}
+
+
+def _build(name: str) -> Build:
+    wanted = _plain(name)
+    for known, build in NETWORKS.items():
+        if wanted == _plain(known):
+            return build
+    depth = re.fullmatch(r"resnet(\d+)", wanted)
+    if depth is not None and (int(depth[1]) - 2) % 6 == 0 and depth[1] not in _OF_IMAGENET:
+        return partial(resnet, int(depth[1]))
+    raise unknown("network", name, NETWORKS)
+
+
+def _plain(name: object) -> str:
+    return re.sub(r"[-_ ]", "", str(name).lower())
+
+
+def _check_settings(name: str, build: Build, settings: dict[str, Any]) -> None:
+    known = signature(build).parameters
+    for setting in settings:
+        if setting not in known:
+            raise unknown(f"setting of network {name}:", setting, known)
+    missing = [
+        p.name for p in known.values() if p.default is Parameter.empty and p.name not in settings
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"network {name} needs {' and '.join(missing)}: give them as settings, for example"
+            f" {missing[0]}=256."
+        )
+
+
+def network_for(data: Data, name: str, **settings: Any) -> nn.Sequential:
+    """A network that fits the data: its classes, channels, vocabulary, ... are filled in.
+
+    It is tried without memory or arithmetic first, so that a misfit is answered with words.
+
+    >>> from offbeat.zoo.data import data_named
+    >>> network_for(data_named("digits"), "mlp", hidden=[32])[1]
+    Linear(in_features=64, out_features=32, bias=True)
+    """
+    build = _build(name)
+    known = signature(build).parameters
+    fitting = {key: value for key, value in data.settings.items() if key in known} | settings
+    _check_settings(name, build, fitting)
+    whole = data.vocabulary is not None
+    row = torch.zeros(2, *data.shape, dtype=torch.int64 if whole else None, device="meta")
+    try:
+        with torch.device("meta"):
+            output = build(**fitting)(row)
+    except (RuntimeError, IndexError) as error:
+        raise _misfit(data, name) from error
+    if output.shape != (2, *((*data.shape, data.vocabulary) if whole else (data.classes,))):
+        raise _misfit(data, name)
+    return build(**fitting)
+
+
+def _misfit(data: Data, name: str) -> ConfigurationError:
+    outputs = data.vocabulary or data.classes
+    kind = "tokens" if data.vocabulary is not None else "images"
+    return ConfigurationError(
+        f"network {name} does not fit data {data.name!r}, whose rows are {kind} of shape"
+        f" {data.shape} with {outputs} different targets. For text take gpt; for images of any"
+        " size mlp or resnet20."
+    )
