@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
@@ -164,6 +164,100 @@ def lose_a_replica() -> None:
         if n == 5 and os.environ["RANK"] == "1":
             os._exit(7)
         trainer.step(x, y)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor]:
+        update = torch.tanh(self.linear(self.norm(hidden)))
+        return (hidden + (update if mask is None else update * mask),)
+
+
+class Tower(nn.Module):
+    """Prefix, blocks, suffix in one forward; blocks return tuples and take a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.end = nn.BatchNorm1d(6)
+        self.outlet = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > -1.0).float()
+        hidden = self.norm(self.inlet(x))
+        for block in self.blocks:
+            (hidden,) = block(hidden, mask)
+        logits: Tensor = self.outlet(self.end(hidden))
+        return logits
+
+
+class HandCut:
+    """The same tower as three stages, cut before blocks 1 and 3 by hand."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+
+    def stages(self) -> list[nn.Module]:
+        tower = self._tower
+
+        class First(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inlet, self.norm, self.block = tower.inlet, tower.norm, tower.blocks[0]
+
+            def forward(self, x: Tensor) -> Any:
+                mask = (x > -1.0).float()
+                return self.block(self.norm(self.inlet(x)), mask)[0], mask
+
+        class Second(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = tower.blocks[1:3]
+
+            def forward(self, given: Any) -> Any:
+                hidden, mask = given
+                for block in self.blocks:
+                    (hidden,) = block(hidden, mask)
+                return hidden, mask
+
+        class Third(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block, self.end, self.outlet = tower.blocks[3], tower.end, tower.outlet
+
+            def forward(self, given: Any) -> Any:
+                return self.outlet(self.end(self.block(*given)[0]))
+
+        return [First(), Second(), Third()]
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def tower_batches() -> list[Batch]:
+    return vector_batches(7, rows=8, dtype=torch.float32)
+
+
+def train_tower(replicas: int) -> dict[str, Any]:
+    trainer = trainer_for(
+        tower(),  # type: ignore[arg-type]
+        StaleWeights(),
+        stages=2,
+        replicas=replicas,
+        averaging=DaSGD(2, 1),
+    )
+    for x, y in trainer.batches(tower_batches()):
+        trainer.step(x, y)
+    trainer.evaluate(tower_batches())
+    return trainer.state_dict()
 
 
 def ping(value: int) -> int:

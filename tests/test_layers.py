@@ -40,6 +40,7 @@ LAYERS: list[set[str]] = [
         "replicas",
         "sharding",
         "trunk",
+        "traced",
     },
     {"zoo", "report", "runs", "cli", "__main__"},
 ]

@@ -36,11 +36,14 @@ class Cut:
     given: tuple[nn.Module, ...] | None = None
     trunk: str | None = None
     """The list of blocks to cut, in a model that is no nn.Sequential."""
+    paths: tuple[str, ...] | None = None
+    """The modules at which stages begin, in a model that is traced; empty to be chosen."""
 
     @property
     def needs_batch(self) -> bool:
         """Whether the stages can be made only once a batch has been seen."""
-        return self.places is None or (self.trunk is not None and self.given is None)
+        unmade = self.trunk is not None or self.paths is not None
+        return self.places is None or (unmade and self.given is None)
 
     def weighed(self, batch: Nest) -> "Cut":
         """The same cut with its places decided by the cost of this batch's forward."""
@@ -48,6 +51,8 @@ class Cut:
             return self
         if self.trunk is not None:
             return self._through_trunk(batch, self.trunk)
+        if self.paths is not None:
+            return self._traced(batch, self.paths)
         costs = operation_counts([module for _, module in _layers(self.model)], batch)
         return replace(self, places=tuple(balanced_cuts(costs, self.stages)))
 
@@ -61,6 +66,19 @@ class Cut:
         stages = trunk.stages_of(self.model, anatomy, places)
         _check_against_whole(self.model, stages, batch, name)
         cut = replace(self, places=places, given=tuple(stages))
+        _refuse_shared_parameters(cut)
+        return cut
+
+    def _traced(self, batch: Nest, paths: tuple[str, ...]) -> "Cut":
+        from offbeat import traced  # torch.export takes seconds to import
+
+        if not paths:
+            known = traced.candidates(self.model)
+            costs = _costs_from(self.model, known, batch)
+            paths = tuple(known[place] for place in balanced_cuts(costs, self.stages))
+        stages = traced.traced_stages(self.model, paths, batch)
+        _check_against_whole(self.model, stages, batch, ", ".join(paths))
+        cut = replace(self, places=(), given=tuple(stages), paths=paths)
         _refuse_shared_parameters(cut)
         return cut
 
@@ -166,6 +184,8 @@ def _cut_trunk(model: nn.Module, wanted: int, cuts: Cuts | None, ppv: Sequence[i
             " stages=, or cuts= with the paths of the blocks at which stages begin."
         )
     paths = [cut for cut in cuts or () if isinstance(cut, str)]
+    if not trunk.is_block(model, paths[0] if paths else None):
+        return _cut_by_tracing(model, wanted, cuts)
     name = trunk.find_trunk(model, paths[0] if paths else None)
     blocks = len(list(model.get_submodule(name).children()))
     if wanted > blocks:
@@ -185,17 +205,65 @@ def _cut_trunk(model: nn.Module, wanted: int, cuts: Cuts | None, ppv: Sequence[i
     return Cut(model, wanted, _checked(places, blocks), trunk=name)
 
 
+def _cut_by_tracing(model: nn.Module, wanted: int, cuts: Cuts | None) -> Cut:
+    from offbeat import traced
+
+    if cuts is not None:
+        traced.check_paths(model, [cut for cut in cuts if isinstance(cut, str)])
+        if any(not isinstance(cut, str) for cut in cuts):
+            raise ConfigurationError(
+                f"cuts={list(cuts)}: this {type(model).__name__} has no numbered children to cut"
+                " at; give the paths of modules."
+            )
+    elif wanted > len(traced.candidates(model)):
+        raise ConfigurationError(
+            f"{wanted} stages, but this {type(model).__name__} has"
+            f" {len(traced.candidates(model))} modules to cut at: give fewer stages, or a list of"
+            " modules, one per stage."
+        )
+    return Cut(model, wanted, None, paths=tuple(map(str, cuts or ())))
+
+
+def _costs_from(model: nn.Module, paths: Sequence[str], batch: Nest) -> list[float]:
+    """Arithmetic from the call of each module to that of the next, in one forward."""
+    totals: dict[str, float] = {}
+    with _OperationCounter() as counter:
+        hooks = [
+            model.get_submodule(path).register_forward_pre_hook(
+                lambda *_, path=path: totals.setdefault(path, counter.total) and None
+            )
+            for path in paths
+        ]
+        try:
+            outputs_of([_Called(model)], batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        ends = [*(totals.get(path, 0.0) for path in paths[1:]), counter.total]
+    begins = [0.0, *ends[:-1]]
+    return [max(0.0, end - begin) for begin, end in zip(begins, ends, strict=True)]
+
+
 def _check_against_whole(
     model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
 ) -> None:
-    """Refuses stages that do not compute what the whole model does."""
-    whole = outputs_of([_Called(model)], batch)[-1]
-    if not trunk.same_bits(outputs_of(stages, batch)[-1], whole):
-        raise ConfigurationError(
-            f"cut at {name}, this {type(model).__name__} computes something else than in one piece:"
-            " what comes after the blocks uses something from before them, or a block keeps state."
-            " Pass a list of modules, one per stage."
-        )
+    """Refuses stages that do not compute what the whole model does, in training or evaluation."""
+    modes = {module: module.training for module in model.modules()}
+    for training in (True, False):
+        try:
+            model.train(training)
+            whole = outputs_of([_Called(model)], batch)[-1]
+            same = trunk.same_bits(outputs_of(stages, batch)[-1], whole)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        if not same:
+            raise ConfigurationError(
+                f"cut at {name}, this {type(model).__name__} computes something else than in one"
+                f" piece {'in training' if training else 'in evaluation'}: a later part uses"
+                " something of an earlier one that cannot be seen from outside. Pass a list of"
+                " modules, one per stage."
+            )
 
 
 class _Called(nn.Module):
@@ -251,7 +319,7 @@ def _places_of_ppv(children: Sequence[nn.Module], ppv: Sequence[int]) -> list[in
 
 
 def _refuse_shared_parameters(cut: Cut) -> None:
-    if cut.needs_batch and cut.trunk is not None:
+    if cut.needs_batch and (cut.trunk is not None or cut.paths is not None):
         return
     if cut.places is None:
         parts = _layers(cut.model)

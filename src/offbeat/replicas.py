@@ -68,9 +68,14 @@ class Replicas:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's weights and buffers themselves, by name."""
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    """A module's weights and buffers themselves, by name; what has two names by the first."""
+    seen: set[int] = set()
+    state = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value
+    return state
 
 
 def mean_of(values: Sequence[Tensor]) -> Tensor:

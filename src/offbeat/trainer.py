@@ -181,9 +181,9 @@ class Trainer:
         return 0 if self._processes is None else self._processes.rank
 
     @property
-    def cuts(self) -> tuple[int, ...] | None:
-        """The children, or blocks, at which stages begin; None until the first batch decides it."""
-        return self._cut.places
+    def cuts(self) -> tuple[int, ...] | tuple[str, ...] | None:
+        """Where stages begin: children, blocks or paths; None until the first batch decides it."""
+        return self._cut.paths or self._cut.places
 
     @property
     def lags(self) -> tuple[int, ...]:
@@ -219,6 +219,8 @@ class Trainer:
                 self._processes.refuse_equal_shards(x, y)
             if not self._workers:
                 first, _ = shards[0]
+                if self._cut.paths is not None:  # recorded for the shape that stages will see
+                    first = nest.split(first, self._schedule.micro_batches)[0]
                 self._build(self._processes.share_first(first) if self._processes else first)
             if self._step_in_fill == 0:
                 self._begin_fill()

@@ -6,8 +6,8 @@ head), written as one ``forward``. It is cut between blocks without touching tha
 - the first stage runs the model's own ``forward`` and leaves it where the next stage's first block
   would be called; what that block would be called with is the message;
 - a stage in the middle calls its blocks one after the other;
-- the last stage calls its blocks, then runs the model's ``forward`` with weightless stand-ins before
-  the trunk and the finished hidden state in its place, so that the suffix sees the real one.
+- the last stage calls its blocks, then runs the model's ``forward`` with weightless stand-ins
+  before the trunk and the finished hidden state in its place, so that the suffix sees the real one.
 
 This is right only for models in which blocks hand each other nothing but the hidden state, and in
 which the suffix uses nothing of the prefix. Both ways are run on the first batch, and a model that
@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,9 +30,15 @@ from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
 
 
+def is_block(model: nn.Module, path: str | None) -> bool:
+    """Whether ``path`` points into a list of blocks; without one, whether there is any list."""
+    lists = _lists(model)
+    return bool(lists) if path is None else path.rpartition(".")[0] in lists
+
+
 def find_trunk(model: nn.Module, path: str | None = None) -> str:
     """The name of the list of blocks: the one ``path`` points into, or the longest."""
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
+    lists = _lists(model)
     if path is not None:
         owner, _, number = path.rpartition(".")
         if owner in lists and number.isdigit() and int(number) < len(lists[owner]):
@@ -40,17 +47,14 @@ def find_trunk(model: nn.Module, path: str | None = None) -> str:
             f"cuts: {path!r} is not a block of this {type(model).__name__}. A stage begins at a"
             f" block of a ModuleList: {_example(lists)}."
         )
-    if not lists:
-        raise ConfigurationError(
-            f"cannot cut a {type(model).__name__} by itself: it is no nn.Sequential and has no"
-            " ModuleList of blocks. Pass an nn.Sequential, or a list of modules, one per stage."
-        )
     return max(lists, key=lambda name: len(lists[name]))
 
 
+def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
+
+
 def _example(lists: dict[str, nn.ModuleList]) -> str:
-    if not lists:
-        return "this model has none"
     name = max(lists, key=lambda name: len(lists[name]))
     return f"here {name}.1 to {name}.{len(lists[name]) - 1}"
 
@@ -143,8 +147,8 @@ def _check_chain(
     advice = "Pass a list of modules, one per stage."
     if len(calls) != blocks:
         raise ConfigurationError(
-            f"the {blocks} blocks of {name} were called {len(calls)} times in one forward: each must"
-            f" run once. {advice}"
+            f"the {blocks} blocks of {name} were called {len(calls)} times in one forward: each"
+            f" must run once. {advice}"
         )
     (_, *rest), settings = calls[0][0], calls[0][1]
     for number in range(1, blocks):
@@ -177,9 +181,9 @@ def _refuse_ties(model: nn.Module, anatomy: Anatomy) -> None:
             name = f"{path}.{key}".lstrip(".")
             if not early or id(parameter) in names:
                 raise ConfigurationError(
-                    f"parameter {names.get(id(parameter), 'of the first stage')!r} is also {name!r}:"
-                    " stages update their own weights, so one parameter cannot belong to two. Untie"
-                    " it (Hugging Face: config.tie_word_embeddings = False)."
+                    f"parameter {names.get(id(parameter), 'of the first stage')!r} is also"
+                    f" {name!r}: stages update their own weights, so one parameter cannot belong to"
+                    " two. Untie it (Hugging Face: config.tie_word_embeddings = False)."
                 )
             names[id(parameter)] = name
 
@@ -213,13 +217,13 @@ def stages_of(model: nn.Module, anatomy: Anatomy, places: Sequence[int]) -> list
     """The stages of a model whose trunk is cut at these blocks."""
     blocks = list(model.get_submodule(anatomy.trunk).children())
     stages: list[nn.Module] = [_First(model, anatomy, blocks[: places[0]])]
-    for begin, end in zip(places[:-1], places[1:], strict=True):
+    for begin, end in pairwise(places):
         stages.append(_Middle(blocks[begin:end]))
     return [*stages, _Last(model, anatomy, blocks[places[-1] :])]
 
 
 def parts_of(model: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
-    """The smallest pieces, to be weighed: one per block, prefix and suffix with their neighbours."""
+    """The smallest pieces, to be weighed: a block each, with the prefix or the suffix at an end."""
     blocks = len(list(model.get_submodule(anatomy.trunk).children()))
     return stages_of(model, anatomy, range(1, blocks))
 

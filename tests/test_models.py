@@ -1,0 +1,295 @@
+"""Models that are no nn.Sequential: cut between blocks, or traced, without touching their code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import jobs
+import offbeat
+from helpers import OPTIMIZERS, assert_same_bits
+from offbeat.errors import BatchError, ConfigurationError
+from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
+
+METHODS: list[Method] = [Synchronous(), StaleWeights(), ADL(2), DSP()]
+
+
+def trained(model: nn.Module, batches: Any, method: Method, **settings: Any) -> offbeat.Trainer:
+    trainer = offbeat.Trainer(
+        copy.deepcopy(model),
+        loss=settings.pop("loss", F.cross_entropy),
+        optimizer=settings.pop("optimizer", OPTIMIZERS["momentum"]),
+        method=method,
+        seed=3,
+        **settings,
+    )
+    for x, y in batches:
+        trainer.step(x, y)
+    trainer.flush()
+    return trainer
+
+
+# ------------------------------------------------------------------ a trunk of blocks
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.title)
+def test_a_trunk_is_cut_like_the_same_layers_in_a_list(method: Method) -> None:
+    """The cut model and a hand-written list of stages give the same bits."""
+    model, batches = jobs.tower(), jobs.tower_batches()
+    ours = trained(model, batches, method, cuts=["blocks.1", "blocks.3"])
+    assert ours.cuts == (1, 3)
+    twin = copy.deepcopy(model)
+    by_hand = trained(jobs.HandCut(twin).stages(), batches, method)  # type: ignore[arg-type]
+    theirs = [p for worker in by_hand._workers for p in worker.stage.parameters]
+    mine = [p for worker in ours._workers for p in worker.stage.parameters]
+    assert len(mine) == len(theirs) == len(list(model.parameters()))
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(one, other)
+    lone = copy.deepcopy(model)
+    lone.load_state_dict(ours.state_dict())  # every name of the unsplit model, and only those
+
+
+def test_stages_balance_by_themselves_and_use_the_longest_list() -> None:
+    ours = trained(jobs.tower(), jobs.tower_batches(), StaleWeights(), stages=3)
+    assert ours.cuts is not None
+    assert len(ours.cuts) == 2
+    assert [len(worker.stage.parameters) > 0 for worker in ours._workers] == [True] * 3
+
+
+def test_the_first_forward_is_that_of_the_whole_model_and_touches_nothing() -> None:
+    model, batches = jobs.tower(), jobs.tower_batches()
+    reference = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["momentum"](reference.parameters())
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(reference(x), y).backward()
+        optimizer.step()
+    ours = trained(model, batches, Synchronous(), cuts=["blocks.2"])
+    assert_same_bits(ours.state_dict(), dict(reference.state_dict()))
+    found = ours.evaluate(batches)
+    reference.eval()
+    with torch.no_grad():
+        losses = [float(F.cross_entropy(reference(x), y)) for x, y in batches]
+    assert found.loss == pytest.approx(sum(losses) / len(losses), abs=1e-6)
+
+
+class Skips(jobs.Tower):
+    """Uses the embedding again behind the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = early = self.inlet(x)
+        for block in self.blocks:
+            hidden = block(hidden, None)[0]
+        return self.outlet(hidden + early)
+
+
+class Doubles(jobs.Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inlet(x)
+        for block in self.blocks:
+            hidden = 2 * block(hidden, None)[0]
+        return self.outlet(hidden)
+
+
+class Numbers(jobs.Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inlet(x)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, torch.full((1,), float(number)))[0]
+        return self.outlet(hidden)
+
+
+class Ties(jobs.Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet = nn.Linear(6, 6)
+        self.outlet.weight = self.inlet.weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Skips, "computes something else than in one piece"),
+        (Doubles, "block 1 of blocks of this Doubles is not called with what block 0 returned"),
+        (Numbers, "block 1 of blocks of this Numbers is called with other arguments than block 0"),
+        (Ties, "'inlet.weight' is also 'outlet.weight'.*tie_word_embeddings"),
+    ],
+)
+def test_a_trunk_that_is_no_chain_is_refused(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trained(kind(), jobs.tower_batches(), StaleWeights(), cuts=["blocks.2"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cuts": ["blocks.9"]}, "'blocks.9' is not a block of this Tower.*blocks.1 to blocks.3"),
+        ({"cuts": ["blocks.2", "blocks.1"]}, "they rise"),
+        ({"stages": 7}, "7 stages, but blocks has 4 blocks"),
+        ({"ppv": (2,)}, "ppv counts the layers of an nn.Sequential, and this is a Tower"),
+        ({"cuts": ["tower.2"]}, "'tower.2' is not a module of this Tower"),
+    ],
+)
+def test_wrong_paths_get_words(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trained(jobs.tower(), [], StaleWeights(), **settings)
+
+
+def test_children_of_a_sequential_may_be_named() -> None:
+    model = nn.Sequential()
+    for name in ("a", "b", "c"):
+        model.add_module(name, nn.Linear(6, 6))
+    assert trained(model, [], StaleWeights(), cuts=["b"]).cuts == (1,)
+    with pytest.raises(ConfigurationError, match="unknown child to cut at 'd'"):
+        trained(model, [], StaleWeights(), cuts=["d"])
+
+
+def test_in_processes_and_with_replicas() -> None:
+    alone = jobs.train_tower(replicas=2)
+    for state in offbeat.launch(jobs.train_tower, 4, 2):
+        assert_same_bits(state, alone)
+
+
+# ------------------------------------------------------------------ traced
+
+
+class Branches(nn.Module):
+    """A skip over a stage, a buffer of its own, BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.drop = nn.Dropout(0.3)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 5)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = early = torch.relu(self.norm(self.stem(x)))
+        hidden = self.drop(torch.relu(self.first(hidden)))
+        hidden = torch.relu(self.second(hidden)) + early * self.scale
+        return self.head(hidden.mean((2, 3)))
+
+
+def images(count: int = 6, rows: int = 6) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(rows, 1, 8, 8, generator=generator), torch.randint(5, (rows,)))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.title)
+def test_a_traced_model_trains_and_loads_back(method: Method) -> None:
+    batches = images()
+    trainer = trained(Branches(), batches, method, cuts=["first", "second"])
+    assert trainer.cuts == ("first", "second")
+    assert [len(worker.stage.parameters) for worker in trainer._workers] == [4, 2, 4]
+    whole = Branches()
+    whole.load_state_dict(trainer.state_dict())
+    whole.eval()
+    assert not torch.equal(whole.norm.running_mean, torch.zeros(4))  # type: ignore[arg-type]
+    size = 3 if isinstance(method, ADL) else 6
+    parts = [(x[:size], y[:size]) for x, y in batches]
+    with torch.no_grad():
+        losses = [float(F.cross_entropy(whole(x), y)) for x, y in parts]
+    assert trainer.evaluate(parts).loss == pytest.approx(sum(losses) / len(losses), abs=1e-6)
+    with pytest.raises(BatchError, match=r"traced for inputs of .* and was given \(1, 1, 8, 8\)"):
+        trainer.evaluate([(x[:1], y[:1]) for x, y in batches])
+
+
+def test_without_dropout_tracing_gives_the_bits_of_a_plain_loop() -> None:
+    model, batches = Branches(), images()
+    model.drop.p = 0.0
+    reference = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(reference(x), y).backward()
+        optimizer.step()
+    ours = trained(model, batches, Synchronous(), stages=3, optimizer=OPTIMIZERS["sgd"])
+    assert ours.cuts is not None
+    assert len(ours.cuts) == 2
+    for name, value in reference.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], value, atol=1e-6), name
+
+
+class Chooses(Branches):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def test_what_cannot_be_traced_gets_words() -> None:
+    with pytest.raises(ConfigurationError, match="torch.export cannot record this Chooses"):
+        trained(Chooses(), images(1), StaleWeights(), cuts=["first"])
+    with pytest.raises(ConfigurationError, match="'frist' is not a module of this Branches"):
+        trained(Branches(), [], StaleWeights(), cuts=["frist"])
+
+
+# ------------------------------------------------------------------ Hugging Face
+
+
+def language_model(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=64, n_positions=16, n_embd=16, n_layer=5, n_head=2, bos_token_id=0,
+            eos_token_id=0, tie_word_embeddings=False,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config), "transformer.h"
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=5,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), "model.layers"
+
+
+def next_token_loss(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def sentences(count: int = 8) -> list[tuple[Any, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    rows = [torch.randint(64, (4, 11), generator=generator) for _ in range(count)]
+    mask = torch.ones(4, 10, dtype=torch.long)
+    mask[0, :3] = 0  # an extra input, which every block needs
+    return [({"input_ids": r[:, :-1], "attention_mask": mask}, r[:, 1:]) for r in rows]
+
+
+@pytest.mark.filterwarnings("default")  # what transformers warns of is its own affair
+@pytest.mark.parametrize("method", [Synchronous(), StaleWeights(), ADL(2)], ids=lambda m: m.title)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_hugging_face_models_are_cut_as_they_are(kind: str, method: Method) -> None:
+    model, blocks = language_model(kind)
+    if kind == "gpt2":  # the reference loop below draws its dropout elsewhere
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    batches = sentences()
+    cuts = [f"{blocks}.{number}" for number in (1, 3, 4)]
+    trainer = trained(
+        model, batches, method, cuts=cuts, loss=next_token_loss, optimizer=OPTIMIZERS["adamw"]
+    )
+    reference = copy.deepcopy(model)
+    if isinstance(method, Synchronous):
+        optimizer = OPTIMIZERS["adamw"](reference.parameters())
+        for x, y in batches:
+            optimizer.zero_grad()
+            next_token_loss(reference(**x, use_cache=False), y).backward()
+            optimizer.step()
+        assert_same_bits(trainer.state_dict(), dict(reference.state_dict()))
+    reference.load_state_dict(trainer.state_dict())
+    reference.eval()
+    with torch.no_grad():
+        losses = [float(next_token_loss(reference(**x), y)) for x, y in batches]
+    assert trainer.evaluate(batches).loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
