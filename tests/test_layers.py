@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
         "trunk",
         "traced",
     },
-    {"zoo", "report", "runs", "cli", "__main__"},
+    {"zoo", "report", "runs", "experiment", "training", "study", "cli", "__main__"},
 ]
 TORCH_FREE = LAYERS[0]
 

@@ -85,7 +85,8 @@ class Skips(jobs.Tower):
         hidden = early = self.inlet(x)
         for block in self.blocks:
             hidden = block(hidden, None)[0]
-        return self.outlet(hidden + early)
+        logits: Tensor = self.outlet(hidden + early)
+        return logits
 
 
 class Doubles(jobs.Tower):
@@ -93,7 +94,8 @@ class Doubles(jobs.Tower):
         hidden = self.inlet(x)
         for block in self.blocks:
             hidden = 2 * block(hidden, None)[0]
-        return self.outlet(hidden)
+        logits: Tensor = self.outlet(hidden)
+        return logits
 
 
 class Numbers(jobs.Tower):
@@ -101,7 +103,8 @@ class Numbers(jobs.Tower):
         hidden = self.inlet(x)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden, torch.full((1,), float(number)))[0]
-        return self.outlet(hidden)
+        logits: Tensor = self.outlet(hidden)
+        return logits
 
 
 class Ties(jobs.Tower):
@@ -175,8 +178,9 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = early = torch.relu(self.norm(self.stem(x)))
         hidden = self.drop(torch.relu(self.first(hidden)))
-        hidden = torch.relu(self.second(hidden)) + early * self.scale
-        return self.head(hidden.mean((2, 3)))
+        hidden = torch.relu(self.second(hidden)) + early * self.get_buffer("scale")
+        logits: Tensor = self.head(hidden.mean((2, 3)))
+        return logits
 
 
 def images(count: int = 6, rows: int = 6) -> list[tuple[Tensor, Tensor]]:

@@ -37,9 +37,7 @@ class Point:
     """By the ledger: for how long a replica stood still per average, in steps."""
     step_ms: float
     cpu_ms: float
-    """Of all threads of a process, per step."""
-    core_ms: float
-    """Of the process's core, per step, the kernel's part in sending included."""
+    """Of all threads of a process, per step; what the kernel sends in interrupts is not in it."""
 
     @property
     def hidden(self) -> bool:
@@ -103,7 +101,6 @@ def _point(
         exposed_steps=exposed,
         step_ms=1000 * median(map(_pace, turns)),
         cpu_ms=1000 * median(_per_step(turn, lambda host: host["cpu_s"]) for turn in turns),
-        core_ms=1000 * median(_per_step(turn, lambda host: host["core_s"]) for turn in turns),
     )
 
 
@@ -155,8 +152,8 @@ def details(result: dict[str, Any]) -> str:
     """What averages took, how much of it was waited for, and the processor time of it all."""
     lines = [
         "| contestant | Mbit/s | average, steps | waited for, steps | formula off by |"
-        " extra CPU per step, ms | extra core time per step, ms |",
-        "|---|---|---|---|---|---|---|",
+        " extra CPU per step, ms |",
+        "|---|---|---|---|---|---|",
     ]
     found = points(result)
     alone = {point.mbit: point for point in found if point.name == ALONE}
@@ -167,10 +164,7 @@ def details(result: dict[str, Any]) -> str:
         averages = "| - | - | - |"
         if p.average_steps is not None and p.exposed_steps is not None and p.off is not None:
             averages = f"| {p.average_steps:.2f} | {p.exposed_steps:.2f} | {p.off:+.1%} |"
-        lines.append(
-            f"| {p.name} | {p.mbit:g} {averages} {p.cpu_ms - base.cpu_ms:.1f} |"
-            f" {p.core_ms - base.core_ms:.1f} |"
-        )
+        lines.append(f"| {p.name} | {p.mbit:g} {averages} {p.cpu_ms - base.cpu_ms:.1f} |")
     return "\n".join(lines)
 
 

@@ -180,6 +180,13 @@ class Ledger:
             merged.record(*entry)
         return merged
 
+    def tail(self, count: int) -> Ledger:
+        """The last entries alone."""
+        short = Ledger()
+        for index in range(max(0, len(self) - count), len(self)):
+            short.record(*self[index])
+        return short
+
     def __len__(self) -> int:
         return len(self._kinds)
 

@@ -176,6 +176,19 @@ class Trainer:
         return None if self._processes is None else self._processes.mesh
 
     @property
+    def mesh_size(self) -> int:
+        """How many processes train together."""
+        return 1 if self._processes is None else self._processes.size
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of the first optimizer of this process; None before the stages are made."""
+        for worker in self._workers:
+            for optimizer in worker.stage.optimizers:
+                return float(optimizer.param_groups[0]["lr"])
+        return None
+
+    @property
     def rank(self) -> int:
         """Which process this is; 0 when there is one."""
         return 0 if self._processes is None else self._processes.rank
@@ -194,6 +207,11 @@ class Trainer:
     def ledger(self) -> Ledger:
         """Every action of every stage with its weight version, start, end and loss."""
         return self._ledger if self._processes is None else self._processes.merge(self._ledger)
+
+    @property
+    def own_ledger(self) -> Ledger:
+        """The entries of this process alone, without asking the others."""
+        return self._ledger
 
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage of each replica holds now: weight copies, graphs, bytes."""

@@ -304,7 +304,7 @@ class _First(nn.Module):
         super().__init__()
         trunk = nn.ModuleList([*blocks, _Border()])
         self._body: Callable[[Nest], Nest] = _Body(model, anatomy, trunk, first=True)
-        self.frame = self._body.module  # type: ignore[attr-defined]
+        self.frame = self._body.module
 
     def forward(self, x: Nest) -> Nest:
         try:
@@ -341,7 +341,7 @@ class _Last(_Middle):
         self._body: Callable[[Nest], Nest] = _Body(
             model, anatomy, nn.ModuleList([self._door]), first=False
         )
-        self.frame = self._body.module  # type: ignore[attr-defined]
+        self.frame = self._body.module
 
     def forward(self, given: Nest) -> Nest:
         self._door.hidden = self._run(given)

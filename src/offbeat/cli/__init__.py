@@ -1,12 +1,14 @@
-"""The command line: ``offbeat methods``, ``offbeat schedule``, ``offbeat timeline``.
+"""The command line: methods, schedule, timeline, train, study, report.
 
-None of these commands may import torch, so that every answer is there at once.
+Only a command that trains may import torch, and only when it runs, so that every other answer, help
+included, is there at once.
 """
 
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any
 
@@ -37,9 +39,18 @@ from offbeat.cli.options import (
     read_count,
     read_method,
 )
-from offbeat.errors import ConfigurationError, OffbeatError
+from offbeat.cli.train import (
+    BoardOption,
+    ConfigOption,
+    OutOption,
+    folder_for,
+    read_experiment,
+    with_experiment_flags,
+)
+from offbeat.errors import ConfigurationError, MissingExtra, OffbeatError
 from offbeat.ledger import Ledger
 from offbeat.methods import METHODS, Method
+from offbeat.runs import Run
 from offbeat.timeline import Timeline, measured_timeline
 from offbeat.timeline import timeline as timeline_of
 
@@ -172,6 +183,124 @@ def timeline(
         _print_json(_heading(method, count, steps) | {"costs": asdict(costs)} | _timed(found))
     else:
         typer.echo(_drawn(found, columns))
+
+
+@app.command()
+@with_experiment_flags
+def train(
+    config: ConfigOption = None,
+    out: OutOption = None,
+    tensorboard: BoardOption = False,
+    **flags: Any,
+) -> None:
+    """Train a network of the zoo by any method, alone or under torchrun, and store the run."""
+    experiment = read_experiment(config, flags)
+    folder = folder_for(experiment, out)
+    from rich.console import Console
+
+    from offbeat.cli.board import Board
+    from offbeat.cli.live import Lines, Screen
+    from offbeat.training import Watcher, run_experiment
+
+    console = Console()
+
+    def watchers() -> list[Watcher]:
+        shown: Watcher = Screen(console) if console.is_terminal else Lines(console)
+        return [shown, Board(folder)] if tensorboard else [shown]
+
+    summary = run_experiment(experiment, folder, watchers)
+    if (folder / "summary.json").exists():  # in one process of several
+        typer.echo(f"stored in {folder}")
+    if summary["status"] == "interrupted":
+        sys.exit(130)
+
+
+@app.command()
+@with_experiment_flags
+def study(
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES", help="Methods, separated by spaces, as in 'dsp adl:accumulate=4'."
+        ),
+    ] = "stale-weights dsp adl:accumulate=4 pipedream",
+    stage_counts: Annotated[
+        str, typer.Option("--stage-counts", metavar="2,4", help="Numbers of stages.")
+    ] = "2,4",
+    seeds: Annotated[str, typer.Option(metavar="N", help="Seeds 0, 1, ...")] = "3",
+    config: ConfigOption = None,
+    out: OutOption = None,
+    **flags: Any,
+) -> None:
+    """How much staleness can this model take? Methods x stages x seeds, compared with BP."""
+    from offbeat.study import cells_of, run_study
+
+    for flag in ("method", "seed", "stages", "cuts", "ppv"):
+        if flags.get(flag) is not None:
+            raise ConfigurationError(
+                f"--{flag} is what a study varies: use --methods, --stage-counts and --seeds."
+            )
+    experiment = read_experiment(config, flags)
+    folder = Path(out or f"studies/{experiment.model.name}-{experiment.data.name}")
+    counts = [
+        read_count("--stage-counts", text, most=MOST_STAGES) for text in stage_counts.split(",")
+    ]
+    runs = run_study(
+        experiment, folder, methods.split(), counts, read_count("--seeds", seeds), typer.echo
+    )
+    cells = cells_of(runs)
+    percent = runs[0].summary["accuracy"] is not None
+    _print_columns(
+        [
+            [
+                "method",
+                "stages",
+                "lag",
+                "accuracy, %" if percent else "-loss",
+                "spread",
+                "gap to BP",
+            ],
+            *(
+                [
+                    cell.method,
+                    str(cell.stages),
+                    " ".join(map(str, cell.lags)),
+                    f"{cell.mean * 100:.2f}" if percent else f"{cell.mean:.4f}",
+                    f"{cell.spread * 100:.2f}" if percent else f"{cell.spread:.4f}",
+                    f"{cell.gap * 100:+.2f}" if percent else f"{cell.gap:+.4f}",
+                ]
+                for cell in cells
+            ),
+        ]
+    )
+    try:
+        from offbeat.report import draw_study
+
+        path = folder / "study.png"
+        draw_study(cells, percent).savefig(path, dpi=120)
+        typer.echo(f"\nsaved {path}")
+    except MissingExtra as error:
+        typer.echo(f"\nno picture: {error}", err=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of stored runs.")],
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Where to write; RUN/report by default.")
+    ] = None,
+) -> None:
+    """Write one page that explains what staleness did, with every figure and a trace."""
+    from offbeat.report import write_report
+
+    found = [Run.load(folder) for folder in runs]
+    folder = Path(out) if out is not None else found[0].folder / "report"
+    try:
+        written = write_report(found, folder)
+    except MissingExtra as error:
+        typer.echo(f"page written, but no pictures: {error}", err=True)
+        written = [folder / "report.html"]
+    typer.echo(f"wrote {next(path for path in written if path.name == 'report.html')}")
 
 
 # Printing

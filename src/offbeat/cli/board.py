@@ -1,0 +1,43 @@
+"""TensorBoard events, if asked for."""
+
+from pathlib import Path
+
+from offbeat.errors import MissingExtra
+from offbeat.trainer import Trainer
+from offbeat.training import Progress
+
+
+class Board:
+    """Writes scalars beside the run."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtra(
+                "--tensorboard needs TensorBoard, which is missing:"
+                ' pip install "offbeat[tensorboard]"'
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def begin(self, trainer: Trainer, progress: Progress) -> None:
+        pass
+
+    def step(self, trainer: Trainer, progress: Progress) -> None:
+        if progress.step % 10 == 0:
+            self._add("train/loss", progress.loss, progress)
+            self._add("train/rows_per_s", progress.rows_per_s, progress)
+            if trainer.learning_rate is not None:
+                self._add("train/learning_rate", trainer.learning_rate, progress)
+
+    def evaluated(self, trainer: Trainer, progress: Progress) -> None:
+        assert progress.evaluation is not None
+        self._add("test/loss", progress.evaluation.loss, progress)
+        if progress.evaluation.accuracy is not None:
+            self._add("test/accuracy", progress.evaluation.accuracy, progress)
+
+    def end(self, status: str) -> None:
+        self._writer.close()
+
+    def _add(self, name: str, value: float, progress: Progress) -> None:
+        self._writer.add_scalar(name, value, progress.step)

@@ -1,0 +1,205 @@
+"""What a training run is asked to do: one value, read from flags or a TOML file.
+
+Nothing here imports torch, so that ``offbeat train --help`` answers at once.
+"""
+
+import ast
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from offbeat.errors import ConfigurationError, unknown
+
+Optimizer = Literal["sgd", "adam", "adamw", "muon"]
+Decay = Literal["constant", "cosine", "linear", "step", "one-cycle"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A name and its settings: ``adl:accumulate=4``, or a table with ``name`` in a TOML file."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, value: Any, what: str) -> "Choice":
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            if not isinstance(value.get("name"), str):
+                raise ConfigurationError(f'{what}: a table needs a name, as in name = "adl".')
+            return cls(value["name"], {k: v for k, v in value.items() if k != "name"})
+        name, _, rest = str(value).partition(":")
+        settings = {}
+        for part in _split(rest):
+            key, equals, text = part.partition("=")
+            if not equals or not key.strip().isidentifier():
+                raise ConfigurationError(
+                    f"{what} {value!r}: settings read name=value, separated by commas, as in"
+                    " adl:accumulate=4."
+                )
+            settings[key.strip()] = _value(text.strip())
+        return cls(name.strip(), settings)
+
+    def __str__(self) -> str:
+        settings = ",".join(f"{key}={value}" for key, value in self.settings.items())
+        return f"{self.name}:{settings}" if settings else self.name
+
+
+def _split(text: str) -> list[str]:
+    """Splits at commas that are in no bracket."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [part for part in [*parts, text[start:]] if part.strip()]
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _help(text: str, default: Any = MISSING, *, metavar: str = "") -> Any:
+    words = {"help": text, "metavar": metavar}
+    if callable(default):
+        return field(default_factory=default, metadata=words)
+    return field(default=default, metadata=words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides a run. Field names are the flags, with dashes, and the TOML keys."""
+
+    model: Choice = _help(
+        "A network of the zoo, as in resnet20 or gpt:layers=4,width=128.", Choice("digits-cnn"),
+        metavar="NAME[:SETTINGS]",
+    )  # fmt: skip
+    data: Choice = _help(
+        "Data of the zoo, as in cifar10 or text:unit=bytes.", Choice("digits"),
+        metavar="NAME[:SETTINGS]",
+    )  # fmt: skip
+    data_folder: str | None = _help("Where the data lies, if not in the cache.", None)
+    method: Choice = _help(
+        "A name from 'offbeat methods', as in adl:accumulate=4.", Choice("synchronous"),
+        metavar="NAME[:SETTINGS]",
+    )  # fmt: skip
+    hybrid: int | None = _help("Epochs of the method; synchronous training follows.", None)
+    stages: int | None = _help("How many stages, cut by counted cost.", None)
+    cuts: tuple[str, ...] = _help("Children or paths at which stages begin, as in 4,9.", ())
+    ppv: tuple[int, ...] = _help("Weighted layers after which stages end, as in 2,5.", ())
+    replicas: int = _help("Copies of the model, each on its part of every batch.", 1)
+    averaging: Choice | None = _help(
+        "How replicas are kept together, as in dasgd:every=4,delay=1.", None,
+        metavar="NAME[:SETTINGS]",
+    )  # fmt: skip
+    optimizer: Optimizer = _help("sgd, adam, adamw or muon (AdamW for what is no matrix).", "sgd")
+    lr: float = _help("Learning rate at its peak.", 0.1)
+    momentum: float = _help("Of sgd and muon.", 0.9)
+    weight_decay: float = _help("Of every optimizer.", 0.0)
+    decay: Decay = _help(
+        "How the learning rate falls: constant, cosine, linear, step, one-cycle.", "cosine"
+    )
+    warmup: int = _help("Updates in which the learning rate rises.", 0)
+    milestones: tuple[float, ...] = _help(
+        "With step: shares of the run after which it falls to a tenth, as in 0.5,0.75.", (0.5, 0.75)
+    )
+    clip: float | None = _help("Bound on the gradient norm.", None)
+    epochs: int = _help("Passes over the training data.", 5)
+    batch_size: int = _help("Rows per update, over all replicas.", 64)
+    drop_last: bool = _help("Leave out a short last batch.", False)
+    augment: bool = _help("Random crops and flips where the data has them.", True)
+    seed: int = _help("Of weights, order, augmentation and dropout.", 0)
+    device: str = _help("As in cpu or cuda.", "cpu")
+    engine: str | None = _help("serial or processes; by default as started.", None)
+    autocast: bool = _help("Forward passes in bfloat16 where PyTorch allows.", False)
+    evaluate_every: int = _help("Epochs between evaluations.", 1)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":
+        """From flags or a TOML table: names checked, texts turned into what a field holds."""
+        known = {f.name: f for f in fields(cls)}
+        made = {}
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in known:
+                raise unknown(f"setting{where}", key, sorted(known))
+            made[name] = _typed(known[name].type, value, key)
+        experiment = cls(**made)
+        experiment._check()
+        return experiment
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> dict[str, Any]:
+        try:
+            return tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigurationError(f"{path} is not TOML: {error}.") from None
+
+    def _check(self) -> None:
+        for name in ("epochs", "batch_size", "replicas", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: give at least 1.")
+        for name in ("lr",):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: give a number above 0.")
+        if self.optimizer not in get_args(Optimizer):
+            raise unknown("optimizer", self.optimizer, get_args(Optimizer))
+        if self.decay not in get_args(Decay):
+            raise unknown("decay", self.decay, get_args(Decay))
+        if self.hybrid is not None and not 0 < self.hybrid < self.epochs:
+            raise ConfigurationError(
+                f"hybrid={self.hybrid} of epochs={self.epochs}: the method runs for the first of"
+                " them and synchronous training for the rest, so give fewer than all."
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as stored with a run; :meth:`read` takes them back."""
+        found = asdict(self)
+        for name, value in found.items():
+            if isinstance(getattr(self, name), Choice):
+                found[name] = {"name": value["name"], "settings": value["settings"]}
+        return found
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    """A value as its field holds it; text from the command line is read."""
+    if isinstance(kind, UnionType):
+        if value in (None, "none", "None"):
+            return None
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
+    try:
+        if kind is Choice:
+            if isinstance(value, Mapping) and set(value) == {"name", "settings"}:
+                value = {"name": value["name"], **value["settings"]}
+            return Choice.read(value, name)
+        if get_origin(kind) is tuple:
+            inner = get_args(kind)[0]
+            parts = value.split(",") if isinstance(value, str) else list(value)
+            return tuple(inner(str(part).strip()) for part in parts if str(part).strip())
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            raise ValueError
+        if kind is int and not isinstance(value, bool):
+            return int(str(value))
+        if kind is float and not isinstance(value, bool):
+            return float(value)
+        if get_origin(kind) is Literal or kind is str:
+            return str(value)
+    except (ValueError, TypeError):
+        pass
+    words = {int: "a whole number", float: "a number", bool: "true or false"}
+    wanted = words.get(kind, "numbers separated by commas")
+    raise ConfigurationError(f"{name}={value!r}: give {wanted}.")

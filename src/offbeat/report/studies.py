@@ -1,0 +1,41 @@
+"""The picture of a study: accuracy against lag, one line per method."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from offbeat.report.figures import empty_figure
+from offbeat.study import Cell
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def draw_study(cells: Sequence[Cell], percent: bool) -> "Figure":
+    """Each configuration at the lag of its first stage, every seed a dot, the mean a marker."""
+    figure = empty_figure(8.5, 5.0)
+    axes = figure.add_subplot()
+    scale = 100.0 if percent else 1.0
+    plain = [cell for cell in cells if cell.method == "synchronous"]
+    for cell in plain:
+        axes.axhline(scale * cell.mean, color="#000000", linewidth=1)
+        low, high = min(cell.scores), max(cell.scores)
+        axes.axhspan(scale * low, scale * high, color="#000000", alpha=0.08, linewidth=0)
+    others = [cell for cell in cells if cell.method != "synchronous"]
+    for place, method in enumerate(dict.fromkeys(cell.method for cell in others)):
+        mine = sorted((c for c in others if c.method == method), key=lambda c: max(c.lags))
+        colour, marker = _COLOURS[place % 7], _MARKERS[place % 7]
+        lags = [max(cell.lags) for cell in mine]
+        axes.plot(lags, [scale * c.mean for c in mine], color=colour, marker=marker, label=method)
+        for lag, cell in zip(lags, mine, strict=True):
+            axes.plot([lag] * len(cell.scores), [scale * s for s in cell.scores], ".", color=colour,
+                      alpha=0.4)  # fmt: skip
+    axes.set_xlabel("lag of the first stage, in updates")
+    axes.set_ylabel("test accuracy, %" if percent else "minus test loss")
+    axes.set_title("line and band: BP, mean and range over seeds" if plain else "")
+    axes.grid(alpha=0.3)
+    if others:
+        axes.legend(frameon=False)
+    return figure

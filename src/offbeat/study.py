@@ -1,0 +1,135 @@
+"""How much staleness a model takes: methods x stages x accumulation x seeds, and what they cost."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from offbeat.errors import ConfigurationError
+from offbeat.experiment import Choice, Experiment
+from offbeat.runs import CONFIG, Run
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration over all its seeds."""
+
+    method: str
+    stages: int
+    lags: tuple[int, ...]
+    scores: tuple[float, ...]
+    """Accuracy per seed, or the negative loss where there is no accuracy."""
+    gaps: tuple[float, ...]
+    """To synchronous training, seed by seed."""
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.scores)
+
+    @property
+    def spread(self) -> float:
+        return stdev(self.scores) if len(self.scores) > 1 else 0.0
+
+    @property
+    def gap(self) -> float:
+        return fmean(self.gaps) if self.gaps else 0.0
+
+
+def plan(
+    base: Experiment, methods: Sequence[str], stages: Sequence[int], seeds: int
+) -> Iterator[tuple[str, Experiment]]:
+    """Every run of a study with the name of its folder; synchronous training first."""
+    seen = set()
+    for seed, count, text in product(range(seeds), stages, ["synchronous", *methods]):
+        choice = Choice.read(text, "--methods")
+        # Without lag the number of stages changes nothing, not even a bit.
+        of = 1 if choice.name == "synchronous" else count
+        name = f"{str(choice).replace(':', '-').replace('=', '')}-K{of}-seed{seed}"
+        if name not in seen:
+            seen.add(name)
+            yield name, replace(base, method=choice, stages=of, cuts=(), ppv=(), seed=seed)
+
+
+def run_study(
+    base: Experiment,
+    folder: Path,
+    methods: Sequence[str],
+    stages: Sequence[int],
+    seeds: int,
+    say: Callable[[str], None],
+) -> list[Run]:
+    """Runs what is missing; finished runs of the same configuration are read instead."""
+    from offbeat.training import run_experiment
+
+    runs = []
+    planned = list(plan(base, methods, stages, seeds))
+    for number, (name, experiment) in enumerate(planned, 1):
+        place = folder / name
+        if (place / CONFIG).exists():
+            found = Run.load(place)
+            _check_same(found, experiment)
+            if found.summary.get("status") == "finished":
+                say(f"{number}/{len(planned)} {name}: found")
+                runs.append(found)
+                continue
+            raise ConfigurationError(
+                f"{place} holds a run that did not finish: move it away or delete it, then start"
+                " the study again. Finished runs are kept."
+            )
+        summary = run_experiment(experiment, place)
+        score = summary["accuracy"]
+        words = f"{score:.2%}" if score is not None else f"loss {summary['loss']:.4f}"
+        say(f"{number}/{len(planned)} {name}: {words}")
+        runs.append(Run.load(place))
+        if summary["status"] != "finished":
+            break
+    return runs
+
+
+def _check_same(found: Run, wanted: Experiment) -> None:
+    for key, value in wanted.as_dict().items():
+        stored = found.config.get(key)
+        if key in ("data_folder", "device", "engine", "stages"):
+            continue
+        if _plain(stored) != _plain(value):
+            raise ConfigurationError(
+                f"{found.folder} was run with {key}={stored!r}, and this study asks for {value!r}:"
+                " give another folder (--out)."
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """Seeds put together, each compared with synchronous training of the same seed."""
+    by_seed: dict[tuple[str, int], dict[int, Run]] = {}
+    for run in runs:
+        key = (_method_name(run), int(run.config["stages"]))
+        by_seed.setdefault(key, {})[int(run.config["seed"])] = run
+    plain = {run.config["seed"]: _score(run) for run in runs if _method_name(run) == "synchronous"}
+    cells = []
+    for (method, stages), found in by_seed.items():
+        cells.append(
+            Cell(
+                method,
+                stages,
+                tuple(next(iter(found.values())).config["lags"]),
+                tuple(_score(run) for run in found.values()),
+                tuple(_score(run) - plain[seed] for seed, run in found.items() if seed in plain),
+            )
+        )
+    return cells
+
+
+def _method_name(run: Run) -> str:
+    method = run.config["method"]
+    return str(Choice(method["name"], method["settings"]))
+
+
+def _score(run: Run) -> float:
+    accuracy = run.summary["accuracy"]
+    return float(accuracy) if accuracy is not None else -float(run.summary["loss"])

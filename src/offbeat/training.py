@@ -1,0 +1,368 @@
+"""From an experiment to a stored run: what ``offbeat train`` and ``offbeat study`` do."""
+
+import math
+import platform
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from offbeat import __version__
+from offbeat.averaging import Averaging, averaging_named
+from offbeat.errors import ConfigurationError
+from offbeat.evaluation import Evaluation
+from offbeat.experiment import Experiment
+from offbeat.methods import Method, Phases, Synchronous, method_named
+from offbeat.runs import MODEL, RunWriter
+from offbeat.trainer import Trainer
+from offbeat.zoo import Data, data_named, network_for
+
+_LEDGER_ENTRIES = 4000
+"""Kept of a run's ledger for its timeline; lags and waits are counted over the whole run."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    epochs: int
+    steps_per_epoch: int
+    epoch: int = 0
+    step: int = 0
+    loss: float = math.nan
+    rows_per_s: float = 0.0
+    evaluation: Evaluation | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+
+class Watcher(Protocol):
+    """Whoever looks at a run while it goes on."""
+
+    def begin(self, trainer: Trainer, progress: Progress) -> None: ...
+    def step(self, trainer: Trainer, progress: Progress) -> None: ...
+    def evaluated(self, trainer: Trainer, progress: Progress) -> None: ...
+    def end(self, status: str) -> None: ...
+
+
+def run_experiment(
+    experiment: Experiment, folder: Path, watchers: Callable[[], list[Watcher]] = list
+) -> dict[str, Any]:
+    """Trains, stores everything in ``folder`` and returns the summary."""
+    data = data_named(
+        experiment.data.name, folder=experiment.data_folder, **experiment.data.settings
+    )
+    loader = data.loader(
+        experiment.batch_size,
+        seed=experiment.seed,
+        device=experiment.device,
+        augment=experiment.augment,
+        drop_last=experiment.drop_last,
+    )
+    trainer = build(experiment, data, len(loader))
+    progress = Progress(experiment.epochs, len(loader))
+    writer = None
+    if trainer.rank == 0:
+        writer = RunWriter(folder, _described(experiment, trainer))
+    looking = watchers() if trainer.rank == 0 else []
+    recorder = _Recorder(writer)
+    status = "failed"
+    try:
+        for watcher in looking:
+            watcher.begin(trainer, progress)
+        with _stop_on_interrupt(trainer) as stopped:
+            everyone = [recorder, *looking]
+            status = _train(experiment, data, loader, trainer, progress, everyone, stopped)
+    finally:
+        for watcher in looking:
+            watcher.end(status)
+        if status == "failed" and writer is not None:
+            writer.add("end", **recorder.place(progress), status=status)
+    return _finish(trainer, progress, recorder, writer, status)
+
+
+def _train(
+    experiment: Experiment,
+    data: Data,
+    loader: Any,
+    trainer: Trainer,
+    progress: Progress,
+    watchers: list[Any],
+    stopped: Callable[[], bool],
+) -> str:
+    for epoch in range(experiment.epochs):
+        progress.epoch = epoch
+        loader.seek(epoch)
+        began, rows = time.perf_counter(), 0
+        for x, y in trainer.batches(loader):
+            loss = trainer.step(x, y)
+            progress.step += 1
+            rows += experiment.batch_size
+            progress.rows_per_s = rows / (time.perf_counter() - began)
+            if loss is not None:
+                progress.loss = float(loss)
+            for watcher in watchers:
+                watcher.step(trainer, progress)
+            if stopped():
+                trainer.flush()
+                _evaluate(experiment, data, trainer, progress, watchers)
+                return "interrupted"
+        progress.epoch = epoch + 1
+        last = progress.epoch == experiment.epochs
+        if last:
+            trainer.flush()
+        if last or progress.epoch % experiment.evaluate_every == 0:
+            _evaluate(experiment, data, trainer, progress, watchers)
+    return "finished"
+
+
+def _evaluate(
+    experiment: Experiment, data: Data, trainer: Trainer, progress: Progress, watchers: list[Any]
+) -> None:
+    size = max(experiment.batch_size, 256)
+    progress.evaluation = trainer.evaluate(data.test_loader(size, device=experiment.device))
+    for watcher in watchers:
+        watcher.evaluated(trainer, progress)
+
+
+# ------------------------------------------------------------------------- building
+
+
+def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
+    """The trainer an experiment describes."""
+    torch.manual_seed(experiment.seed)
+    model = network_for(data, experiment.model.name, **experiment.model.settings)
+    cuts: Any = [int(cut) if cut.isdigit() else cut for cut in experiment.cuts] or None
+    return Trainer(
+        model.to(_device(experiment.device)),
+        loss=data.loss,
+        optimizer=optimizer_factory(experiment),
+        method=method_of(experiment, steps_per_epoch),
+        stages=experiment.stages,
+        cuts=cuts,
+        ppv=experiment.ppv or None,
+        replicas=experiment.replicas,
+        averaging=averaging_of(experiment),
+        scheduler=scheduler_factory(experiment, experiment.epochs * steps_per_epoch),
+        clip=experiment.clip,
+        seed=experiment.seed,
+        autocast=torch.bfloat16 if experiment.autocast else None,
+        engine=experiment.engine,  # type: ignore[arg-type]  # checked by the trainer
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"device={name!r}: give cpu, cuda or cuda:1.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device={name!r}: PyTorch sees no GPU here. Give --device cpu.")
+    return device
+
+
+def method_of(experiment: Experiment, steps_per_epoch: int) -> Method:
+    method = method_named(experiment.method.name, **experiment.method.settings)
+    if experiment.hybrid is None:
+        return method
+    return Phases((method, experiment.hybrid * steps_per_epoch), (Synchronous(), None))
+
+
+def averaging_of(experiment: Experiment) -> Averaging | None:
+    choice = experiment.averaging
+    return None if choice is None else averaging_named(choice.name, **choice.settings)
+
+
+def optimizer_factory(
+    experiment: Experiment,
+) -> Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]]:
+    """One optimizer per stage; Muon gets the matrices and AdamW the rest."""
+    lr, decay, momentum = experiment.lr, experiment.weight_decay, experiment.momentum
+
+    def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+        if experiment.optimizer == "sgd":
+            return torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=decay)
+        if experiment.optimizer == "adam":
+            return torch.optim.Adam(params, lr=lr, weight_decay=decay)
+        if experiment.optimizer == "adamw":
+            return torch.optim.AdamW(params, lr=lr, weight_decay=decay)
+        matrices = [p for p in params if p.dim() == 2]
+        others = [p for p in params if p.dim() != 2]
+        made: list[Optimizer] = []
+        if matrices:
+            made.append(torch.optim.Muon(matrices, lr=lr, momentum=momentum, weight_decay=decay))
+        if others:
+            made.append(torch.optim.AdamW(others, lr=lr, weight_decay=decay))
+        return made
+
+    return make
+
+
+def scheduler_factory(experiment: Experiment, updates: int) -> Callable[[Optimizer], LambdaLR]:
+    """The learning rate by update, as a share of its peak."""
+    warmup = experiment.warmup
+    if experiment.decay == "one-cycle" and not warmup:
+        warmup = updates // 4
+
+    def share(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        done = (update - warmup) / max(1, updates - warmup)
+        if experiment.decay == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        if experiment.decay in ("linear", "one-cycle"):
+            return max(0.01, 1 - done)
+        if experiment.decay == "step":
+            passed = sum(update >= milestone * updates for milestone in experiment.milestones)
+            return float(0.1**passed)
+        return 1.0
+
+    return lambda optimizer: LambdaLR(optimizer, share)
+
+
+# ------------------------------------------------------------------------- stopping and storing
+
+
+@contextmanager
+def _stop_on_interrupt(trainer: Trainer) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C ends the run after its step, the second at once.
+
+    With several processes a step cannot be agreed on, so there the first ends them all.
+    """
+    asked = False
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, before)
+        print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if trainer.mesh_size == 1:
+            signal.signal(signal.SIGINT, ask)
+    except ValueError:  # not the main thread: somebody else handles signals
+        pass
+    try:
+        yield lambda: asked
+    finally:
+        if trainer.mesh_size == 1 and signal.getsignal(signal.SIGINT) is ask:
+            signal.signal(signal.SIGINT, before)
+
+
+class _Recorder:
+    """Writes the metrics as they come: losses averaged over a few steps, evaluations in full."""
+
+    def __init__(self, writer: RunWriter | None) -> None:
+        self._writer = writer
+        self._began = time.perf_counter()
+        self._losses: list[float] = []
+        self._every = 10
+        self.time_s = 0.0
+
+    def place(self, progress: Progress) -> dict[str, Any]:
+        self.time_s = time.perf_counter() - self._began
+        epoch = progress.step / progress.steps_per_epoch
+        return {"step": progress.step, "epoch": round(epoch, 4), "time_s": round(self.time_s, 4)}
+
+    def step(self, trainer: Trainer, progress: Progress) -> None:
+        if self._writer is None:
+            return
+        if progress.loss == progress.loss:
+            self._losses.append(progress.loss)
+        if progress.step % self._every == 0 and self._losses:
+            mean = sum(self._losses) / len(self._losses)
+            self._losses.clear()
+            self._writer.add(
+                "step",
+                **self.place(progress),
+                loss=mean,
+                rows_per_s=round(progress.rows_per_s, 2),
+                lr=trainer.learning_rate,
+            )
+
+    def evaluated(self, _trainer: Trainer, progress: Progress) -> None:
+        if self._writer is not None:
+            assert progress.evaluation is not None
+            self._writer.add(
+                "evaluation", **self.place(progress), **asdict(progress.evaluation), of="average"
+            )
+
+
+def _described(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
+    return {
+        **experiment.as_dict(),
+        "lags": list(trainer.lags),
+        "stages": trainer.stages,
+        "command": sys.argv,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processes": trainer.mesh_size,
+        "versions": {
+            "offbeat": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
+    }
+
+
+def _finish(
+    trainer: Trainer,
+    progress: Progress,
+    recorder: _Recorder,
+    writer: RunWriter | None,
+    status: str,
+) -> dict[str, Any]:
+    """Everything that all processes must be asked for, then the files."""
+    ledger, memory, state = trainer.ledger, trainer.memory(), trainer.state_dict()
+    found = progress.evaluation
+    stages, replicas = range(trainer.stages), range(trainer.replicas)
+    lags = {k: Counter(lag for r in replicas for lag in ledger.lags(k, r).values()) for k in stages}
+    waits = {f"{r}/{k}": list(ledger.waits(k, r).values()) for r in replicas for k in stages}
+    summary = {
+        "status": status,
+        "steps": progress.step,
+        "epochs": progress.step / progress.steps_per_epoch,
+        "time_s": recorder.time_s,
+        "loss": None if found is None else found.loss,
+        "accuracy": None if found is None else found.accuracy,
+        "rows_per_s": progress.rows_per_s,
+        "lags": {str(k): {str(lag): of[lag] for lag in sorted(of)} for k, of in lags.items()},
+        "memory": [asdict(of_stage) for of_stage in memory],
+        "waits": {
+            name: {"averages": len(s), "total_s": sum(s), "longest_s": max(s)}
+            for name, s in waits.items()
+            if s
+        },
+        "busy_share": busy_shares(ledger, trainer.stages),
+        "cuts": None if trainer.cuts is None else list(trainer.cuts),
+    }
+    if writer is not None:
+        writer.add("end", **recorder.place(progress), status=status)
+        torch.save(state, writer.folder / MODEL)
+        writer.finish(summary, ledger.tail(_LEDGER_ENTRIES))
+    return summary
+
+
+def busy_shares(ledger: Any, stages: int) -> list[float]:
+    """Of the time from the first action to the last, what each stage of replica 0 worked."""
+    first, last = math.inf, -math.inf
+    work = [0.0] * stages
+    for entry in ledger:
+        if entry.replica == 0 and entry.kind in "FBU":
+            first, last = min(first, entry.start_s), max(last, entry.end_s)
+            work[entry.stage] += entry.end_s - entry.start_s
+    return [w / (last - first) if last > first else 0.0 for w in work]
