@@ -14,6 +14,7 @@ setup: .venv/ready
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py
+	$(BIN)/python examples/demo.py
 
 test: setup
 	$(BIN)/ruff check .

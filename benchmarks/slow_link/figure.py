@@ -29,8 +29,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "DaSGD delay 4": ("#084594", "P"),
 }
 TITLES = {
-    "real": "real work, one core for everything",
-    "sleep": "work made by sleeping: cores free for the network",
+    "real": "real work on the core that sends",
+    "sleep": "sleeping work, core free to send",
 }
 TICKS = (1, 1.25, 1.5, 2, 3, 4, 6, 8)
 
@@ -40,7 +40,13 @@ def draw(results: dict[str, Any]) -> Figure:
     panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
     for axes, (compute, result) in zip(panels, results.items(), strict=True):
         draw_panel(axes, result)
-        axes.set_title(TITLES[compute], loc="left", fontsize=11)
+        rounds = result["setting"]["rounds"]
+        axes.set_title(f"{TITLES[compute]}; {rounds} rounds", loc="left", fontsize=11)
+    # The panels share their axis: ticks for the highest of them.
+    top = panels[0].get_ylim()[1]
+    ticks = [tick for tick in TICKS if tick < top]
+    panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panels[0].yaxis.set_minor_locator(NullLocator())
     panels[0].set_ylabel("mean time per step, times a replica alone")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
@@ -75,10 +81,6 @@ def draw_panel(axes: Axes, result: dict[str, Any]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(rates))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(rates, [_tick(found, mbit) for mbit in rates], fontsize=9)
-    top = max(p.high for p in found if p.name in STYLES)
-    ticks = [tick for tick in TICKS if tick < 1.3 * top]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("rate of each link, Mbit/s; below: a bare all-reduce, in steps")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
