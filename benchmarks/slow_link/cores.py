@@ -179,7 +179,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="timed in a turn")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=2000, help="of a replica's batch")
+    parser.add_argument("--rows", type=int, default=1200, help="of a replica's batch")
     parser.add_argument("--seconds", type=float, default=130.0, help="no pass begun beyond that")
     parser.add_argument("--table", action="store_true", help="print the table of a stored result")
     arguments = parser.parse_args()

@@ -198,6 +198,8 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
             return float(value)
         if get_origin(kind) is Literal or kind is str:
             return str(value)
+    except ConfigurationError:
+        raise
     except (ValueError, TypeError):
         pass
     words = {int: "a whole number", float: "a number", bool: "true or false"}

@@ -62,13 +62,14 @@ def run_experiment(
     experiment: Experiment, folder: Path, watchers: Callable[[], list[Watcher]] = list
 ) -> dict[str, Any]:
     """Trains, stores everything in ``folder`` and returns the summary."""
+    device = device_of(experiment.device)
     data = data_named(
         experiment.data.name, folder=experiment.data_folder, **experiment.data.settings
     )
     loader = data.loader(
         experiment.batch_size,
         seed=experiment.seed,
-        device=experiment.device,
+        device=device,
         augment=experiment.augment,
         drop_last=experiment.drop_last,
     )
@@ -147,7 +148,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
     model = network_for(data, experiment.model.name, **experiment.model.settings)
     cuts: Any = [int(cut) if cut.isdigit() else cut for cut in experiment.cuts] or None
     return Trainer(
-        model.to(_device(experiment.device)),
+        model.to(device_of(experiment.device)),
         loss=data.loss,
         optimizer=optimizer_factory(experiment),
         method=method_of(experiment, steps_per_epoch),
@@ -164,7 +165,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
     )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -1,0 +1,255 @@
+"""``offbeat train``, ``study`` and ``report``: from flags to a stored run, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offbeat import cli
+from offbeat.experiment import Choice, Experiment
+from offbeat.runs import Run
+from offbeat.study import cells_of
+from offbeat.training import build, scheduler_factory
+from offbeat.zoo import data_named
+
+SHORT = ["--epochs", "1", "--lr", "0.02"]
+
+
+def offbeat_says(*words: str) -> int:
+    """Runs a command in this process; returns its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    code = ended.value.code
+    return 0 if code is None else int(code)
+
+
+def train(folder: Path, *words: str) -> Run:
+    assert offbeat_says("train", *SHORT, "--out", str(folder), *words) == 0
+    return Run.load(folder)
+
+
+# ------------------------------------------------------------------ what was asked for
+
+
+def test_flags_and_toml_say_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "resnet:depth=20"\nbatch-size = 32\nppv = [7]\ndecay = "step"\n'
+        '[method]\nname = "adl"\naccumulate = 2\n'
+        '[averaging]\nname = "dasgd"\nevery = 4\ndelay = 1\n'
+    )
+    from_file = Experiment.read(Experiment.from_toml(file))
+    from_flags = Experiment.read(
+        {
+            "model": "resnet:depth=20",
+            "batch_size": "32",
+            "ppv": "7",
+            "decay": "step",
+            "method": "adl:accumulate=2",
+            "averaging": "dasgd:every=4,delay=1",
+        }
+    )
+    assert from_file == from_flags
+    assert from_flags.method == Choice("adl", {"accumulate": 2})
+    assert Experiment.read(from_flags.as_dict()) == from_flags
+    assert Experiment.read(json.loads(json.dumps(from_flags.as_dict()))) == from_flags
+
+
+def test_settings_may_hold_tuples_and_words() -> None:
+    choice = Choice.read("dsp:lag=(4,2,0),hop=[1, 1],backward=stash,x=true", "--method")
+    assert choice.settings == {"lag": (4, 2, 0), "hop": [1, 1], "backward": "stash", "x": True}
+    assert Choice.read("adl", "--method") == Choice("adl")
+
+
+def test_a_run_stores_all_that_decided_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('method = "stale-weights"\nstages = 3\nepochs = 5\n')
+    run = train(tmp_path / "run", "--config", str(file))  # flags win: one epoch
+    assert run.config["epochs"] == 1
+    assert run.config["method"] == {"name": "stale-weights", "settings": {}}
+    assert run.config["lags"] == [4, 2, 0]
+    assert run.config["versions"]["torch"] == torch.__version__
+    assert run.summary["status"] == "finished"
+    assert run.summary["steps"] == 23
+    assert set(run.summary["lags"]) == {"0", "1", "2"}
+    assert run.summary["lags"]["2"] == {"0": 23}
+    assert len(run.summary["memory"]) == 3
+    kinds = [line["kind"] for line in run.metrics]
+    assert kinds == ["step", "step", "evaluation", "end"]
+    assert run.of_kind("evaluation")[0]["accuracy"] == run.summary["accuracy"]
+    ledger = run.ledger()
+    assert ledger is not None
+    assert len(ledger) == 3 * 3 * 23
+    state = torch.load(run.folder / "model.pt", weights_only=True)
+    experiment = Experiment.read({"method": "stale-weights", "stages": 3, **_short()})
+    fresh = build(experiment, data_named("digits"), 23)
+    fresh.model.load_state_dict(state)
+
+
+def _short() -> dict[str, Any]:
+    return {"epochs": 1, "lr": 0.02}
+
+
+def test_hybrid_and_replicas_train(tmp_path: Path) -> None:
+    words = ["--method", "stale-weights", "--stages", "2", "--epochs", "2", "--hybrid", "1"]
+    hybrid = train(tmp_path / "hybrid", *words)
+    assert hybrid.summary["lags"]["0"] == {"0": 24, "1": 1, "2": 21}
+    replicas = train(
+        tmp_path / "replicas", "--replicas", "2", "--averaging", "dasgd:every=4,delay=1",
+        "--drop-last", "--optimizer", "adamw", "--lr", "0.003",
+    )  # fmt: skip
+    assert replicas.summary["waits"]["1/0"]["averages"] == 5
+
+
+def test_muon_gets_the_matrices_and_adamw_the_rest() -> None:
+    """Made, not stepped: its bfloat16 products are illegal instructions on some CPUs."""
+    experiment = Experiment.read({"optimizer": "muon", "model": "mlp", **_short()})
+    stage = build(experiment, data_named("digits"), 23)._workers[0].stage
+    muon, adamw = stage.optimizers
+    assert {p.dim() for p in muon.param_groups[0]["params"]} == {2}
+    assert {p.dim() for p in adamw.param_groups[0]["params"]} == {1}
+
+
+def test_schedules_rise_and_fall() -> None:
+    def rates(**settings: Any) -> list[float]:
+        experiment = Experiment.read({"lr": 1.0, **settings})
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        scheduler = scheduler_factory(experiment, 10)(optimizer)
+        found = []
+        for _ in range(10):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    assert rates(decay="constant") == [1.0] * 10
+    assert rates(decay="step") == pytest.approx([1.0] * 5 + [0.1] * 3 + [0.01] * 2)
+    assert rates(decay="linear")[5] == pytest.approx(0.5)
+    cosine = rates(decay="cosine", warmup=2)
+    assert cosine[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert cosine == sorted(cosine[:3]) + sorted(cosine[3:], reverse=True)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--epochs", "x"], "epochs='x': give a whole number"),
+        (["--epochs", "0"], "epochs=0: give at least 1"),
+        (["--lr", "-1"], "lr=-1.0: give a number above 0"),
+        (["--model", "resnet21"], "resnet"),
+        (["--model", "alexnt"], "Did you mean 'alexnet'"),
+        (["--data", "cifar11"], "Did you mean 'cifar10'"),
+        (["--method", "adll"], "Did you mean 'adl'"),
+        (["--method", "adl:acumulate=2"], "adl has no setting 'acumulate'"),
+        (["--method", "adl:2"], "settings read name=value"),
+        (["--optimizer", "sdg"], "Did you mean 'sgd'"),
+        (["--averaging", "dasgd:every=4", "--replicas", "2"], "dasgd needs delay"),
+        (["--stages", "99", "--method", "dsp"], "99 stages, but the model has"),
+        (["--device", "cuda:7"], "cuda:7"),
+        (["--device", "gpu"], "device='gpu': give cpu, cuda or cuda:1"),
+        (["--hybrid", "3"], "hybrid=3 of epochs=1"),
+        (["--config", "/no/such.toml"], "/no/such.toml cannot be read"),
+        (["--data", "cifar10:download=False", "--data-folder", "/no/such"], "cifar10"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert offbeat_says("train", *SHORT, "--out", str(out), *words) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert "Traceback" not in printed.err
+    assert not (out / "summary.json").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path / "run")
+    before = (run.folder / "model.pt").read_bytes()
+    assert offbeat_says("train", *SHORT, "--out", str(run.folder)) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (run.folder / "model.pt").read_bytes() == before
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert offbeat_says("train", *SHORT, "--out", str(blocked / "run")) == 2
+    assert "cannot be written to" in capsys.readouterr().err
+    broken = tmp_path / "broken.toml"
+    broken.write_text("epochs = \n")
+    assert offbeat_says("train", "--config", str(broken), "--out", str(tmp_path / "x")) == 2
+    assert "is not TOML" in capsys.readouterr().err
+    broken.write_text("epoch = 3\n")
+    assert offbeat_says("train", "--config", str(broken), "--out", str(tmp_path / "x")) == 2
+    assert "Did you mean 'epochs'" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["-m", "offbeat", "train", "--epochs", "10000", "--lr", "0.02", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while '"evaluation"' not in (out / "metrics.jsonl").read_text() if out.exists() else True:
+        assert time.monotonic() < deadline, process.stderr and process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"stopping after this step" in errors
+    run = Run.load(out)
+    assert run.summary["status"] == "interrupted"
+    assert run.metrics[-1]["status"] == "interrupted"
+    assert torch.load(out / "model.pt", weights_only=True)
+
+
+# ------------------------------------------------------------------ studies and reports
+
+
+def test_a_study_reuses_what_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["study", *SHORT, "--methods", "stale-weights", "--stage-counts", "2", "--seeds", "2"]
+    assert offbeat_says(*words, "--out", str(tmp_path)) == 0
+    first = capsys.readouterr().out
+    assert "4/4 stale-weights-K2-seed1" in first
+    assert "gap to BP" in first
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert offbeat_says(*words, "--out", str(tmp_path)) == 0
+    assert capsys.readouterr().out.count(": found") == 4
+    runs = [Run.load(folder) for folder in sorted(tmp_path.iterdir()) if folder.is_dir()]
+    stale, plain = sorted(cells_of(runs), key=lambda cell: -max(cell.lags))
+    assert stale.lags == (2, 0)
+    assert plain.gap == 0.0
+    assert stale.gap == pytest.approx(stale.mean - plain.mean)
+    assert offbeat_says(*words, "--out", str(tmp_path), "--batch-size", "32") == 2
+    assert "was run with batch_size=64" in capsys.readouterr().err
+    assert offbeat_says(*words, "--method", "adl") == 2
+    assert "is what a study varies" in capsys.readouterr().err
+
+
+def test_a_report_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path / "run", "--method", "stale-weights", "--stages", "2")
+    capsys.readouterr()
+    assert offbeat_says("report", str(run.folder), "--out", str(tmp_path / "report")) == 0
+    assert f"wrote {tmp_path / 'report' / 'report.html'}" in capsys.readouterr().out
+    assert "stale-weights" in (tmp_path / "report" / "report.html").read_text()
+    assert offbeat_says("report", str(tmp_path / "nothing")) == 2
+    assert "is not a run" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = "import sys\nfrom offbeat.cli import main\ntry:\n main(['train', '--help'])\nexcept SystemExit:\n assert 'torch' not in sys.modules"  # noqa: E501
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
