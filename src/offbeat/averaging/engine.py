@@ -185,6 +185,8 @@ class _Fragment:
         self.started: int | None = None
         """The version of the weights at which the average under way was started."""
         self._sent: Tensor | None = None
+        self._row: Tensor | None = None
+        """Memory for the weights at a merge."""
         sizes = [parameter.numel() for parameter in parameters]
         self._codec = codec_for(averaging.compress, weights.dtype, sizes)
         # Few bits go far when they describe the way from a point that every replica knows: the
@@ -210,7 +212,7 @@ class _Fragment:
     def merge(self, number: int, gathered: Gathered | None) -> None:
         """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
         mean = None if gathered is None else self._mean_of(number, gathered)
-        now = flatten(self._parameters)
+        self._row = now = flatten(self._parameters, self._row)
         target = self.outer.target(mean, now)
         if gathered is not None and not self.outer.sends_first:
             self.started = None
@@ -233,13 +235,17 @@ class _Fragment:
         return mean
 
     def _merged(self, target: Tensor, now: Tensor) -> Tensor:
-        """X + keep (x_sent - X) + progress (x - x_sent)."""
+        """X + keep (x_sent - X) + progress (x - x_sent), written over ``now``.
+
+        Never over x_sent, which other replicas of this process may not have read yet.
+        """
         if self._keep == self._progress == 0:
             return target
-        if self._sent is None:
-            return target + self._keep * (now - target)
-        merged = target + self._keep * (self._sent - target)
-        return merged + self._progress * (now - self._sent)
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return now.sub_(target).mul_(self._keep).add_(target)
+        now.sub_(sent).mul_(self._progress)
+        return now.add_((sent - target).mul_(self._keep).add_(target))
 
     def _merge_state(self, gathered: Gathered) -> None:
         """Moments by the convex rule alone: Adam's second moment must not become negative."""

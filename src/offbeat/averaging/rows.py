@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """A fresh row with all numbers, in float32 or, if any tensor has it, float64."""
+def flatten(tensors: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """A row with all numbers, in float32 or, if any tensor has it, float64.
+
+    ``into`` is an older row that nobody needs any more: fresh memory costs more than the copying.
+    """
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
+    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=into)
 
 
 def unflatten(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -28,7 +31,9 @@ def write(row: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def mean_of(rows: Sequence[Tensor], replicas: int) -> Tensor:
     """Summed one after the other: the same bits wherever it is computed."""
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total / replicas
+    if len(rows) == 1:
+        return rows[0] / replicas
+    total = rows[0] + rows[1]  # the rows themselves belong to the replicas
+    for row in rows[2:]:
+        total += row
+    return total.div_(replicas)
