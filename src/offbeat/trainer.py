@@ -375,6 +375,19 @@ class Trainer:
             losses[worker.stage.replica] = loss
         return mean_of(list(losses.values()))
 
+    def stop_together(self, asked: bool, steps_per_s: float = 0.0) -> bool:
+        """Whether to end the run after this step, once any process has ``asked`` to.
+
+        Called after every step; ``steps_per_s`` is how fast this process goes. In one process it is
+        ``asked`` itself. In several all stop after the same step, a few seconds later, so that
+        they can still flush and save together.
+        """
+        if self._processes is None:
+            return asked
+        plan = None if self.averaging is None else self.averaging.plan()
+        apart = 2 + 2 * max(self.lags) + (0 if plan is None else plan.every + plan.delay)
+        return self._processes.stop_together(asked, self._step, steps_per_s, apart)
+
     # ---------------------------------------------------------------- looking and saving
 
     def evaluate(

@@ -79,14 +79,14 @@ def run_experiment(
     if trainer.rank == 0:
         writer = RunWriter(folder, _described(experiment, trainer))
     looking = watchers() if trainer.rank == 0 else []
-    recorder = _Recorder(writer)
+    recorder = Recorder(writer)
     status = "failed"
     try:
         for watcher in looking:
             watcher.begin(trainer, progress)
-        with _stop_on_interrupt(trainer) as stopped:
+        with _counting_interrupts() as interrupted:
             everyone = [recorder, *looking]
-            status = _train(experiment, data, loader, trainer, progress, everyone, stopped)
+            status = _train(experiment, data, loader, trainer, progress, everyone, interrupted)
     finally:
         for watcher in looking:
             watcher.end(status)
@@ -102,7 +102,7 @@ def _train(
     trainer: Trainer,
     progress: Progress,
     watchers: list[Any],
-    stopped: Callable[[], bool],
+    interrupted: Callable[[], bool],
 ) -> str:
     for epoch in range(experiment.epochs):
         progress.epoch = epoch
@@ -117,7 +117,12 @@ def _train(
                 progress.loss = float(loss)
             for watcher in watchers:
                 watcher.step(trainer, progress)
-            if stopped():
+            if progress.step == experiment.max_steps:
+                trainer.flush()
+                _evaluate(experiment, data, trainer, progress, watchers)
+                return "finished"
+            steps_per_s = progress.rows_per_s / experiment.batch_size
+            if trainer.stop_together(interrupted(), steps_per_s):
                 trainer.flush()
                 _evaluate(experiment, data, trainer, progress, watchers)
                 return "interrupted"
@@ -237,34 +242,35 @@ def scheduler_factory(experiment: Experiment, updates: int) -> Callable[[Optimiz
 # ------------------------------------------------------------------------- stopping and storing
 
 
-@contextmanager
-def _stop_on_interrupt(trainer: Trainer) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C ends the run after its step, the second at once.
+_PATIENCE = 3
+"""Interrupts after which a run ends at once: a terminal and torchrun each send one of their own."""
 
-    With several processes a step cannot be agreed on, so there the first ends them all.
-    """
-    asked = False
+
+@contextmanager
+def _counting_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks a run to stop after a step; asked often enough it ends where it is."""
+    count = 0
 
     def ask(*_: object) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, before)
-        print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
+        nonlocal count
+        count += 1
+        if count == 1:
+            print("stopping after this step; Ctrl-C twice more to stop at once", file=sys.stderr)
+        if count == _PATIENCE:
+            raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
     try:
-        if trainer.mesh_size == 1:
-            signal.signal(signal.SIGINT, ask)
+        before = signal.signal(signal.SIGINT, ask)
     except ValueError:  # not the main thread: somebody else handles signals
-        pass
+        yield lambda: False
+        return
     try:
-        yield lambda: asked
+        yield lambda: count > 0
     finally:
-        if trainer.mesh_size == 1 and signal.getsignal(signal.SIGINT) is ask:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
 
 
-class _Recorder:
+class Recorder:
     """Writes the metrics as they come: losses averaged over a few steps, evaluations in full."""
 
     def __init__(self, writer: RunWriter | None) -> None:
@@ -323,7 +329,7 @@ def _described(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
 def _finish(
     trainer: Trainer,
     progress: Progress,
-    recorder: _Recorder,
+    recorder: Recorder,
     writer: RunWriter | None,
     status: str,
 ) -> dict[str, Any]:

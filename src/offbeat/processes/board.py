@@ -12,10 +12,12 @@ from offbeat.errors import WorkerLost
 from offbeat.processes.edges import Edges
 
 _POLL_S = 0.5
+NOTICED_S = 4 * _POLL_S
+"""Within which every process has surely seen a note."""
 
 
 class Board:
-    """Facts to compare, and two urgent notes that a thread looks out for: failure and stall."""
+    """Facts to compare, and urgent notes that a thread looks out for: failure, stall, stop."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         store = dist.distributed_c10d._get_default_store()
@@ -24,6 +26,8 @@ class Board:
         self._counts: dict[str, int] = {}
         self._stop = threading.Event()
         self._edges: Edges | None = None
+        self.stop_at: int | None = None
+        """The step after which somebody asked all processes to stop."""
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         count = self._counts[name] = self._counts.get(name, -1) + 1
@@ -34,6 +38,10 @@ class Board:
         # Only the first report counts: what follows it is a consequence.
         note = json.dumps([self._rank, text])
         self._store.compare_set("failure", "", note)
+
+    def ask_to_stop(self, step: int) -> None:
+        """Only the first request counts; the others read it within moments."""
+        self._store.compare_set("stop", "", str(step))
 
     def watch(self, edges: Edges) -> None:
         self._edges = edges
@@ -56,6 +64,8 @@ class Board:
                     if rank != self._rank:
                         self._edges.fail(WorkerLost(f"rank {rank} failed first:\n{text}"))
                     return
+                if self.stop_at is None and store.check(["stop"]):
+                    self.stop_at = int(store.get("stop"))
                 if store.check(["stalled"]):
                     self._edges.fail(
                         WorkerLost(f"another process waited too long:\n  {self._tell_waits(store)}")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, fields
 from datetime import timedelta
 from functools import cache, cached_property
+from math import ceil
 from typing import Any
 from zlib import crc32
 
@@ -28,7 +29,7 @@ from offbeat.memory import StageMemory
 from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.processes import shared
-from offbeat.processes.board import Board
+from offbeat.processes.board import NOTICED_S, Board
 from offbeat.processes.edges import Edges
 from offbeat.sharding import is_sharded, shards_of
 from offbeat.transport import Key
@@ -251,6 +252,16 @@ class Processes:
         return everyone
 
     # ---------------------------------------------------------------- ending
+
+    def stop_together(self, asked: bool, step: int, steps_per_s: float, apart: int) -> bool:
+        """Whether to stop after ``step``; asked of one, it is the same step in all.
+
+        ``apart``: how many steps one process may be ahead of another. That far, and as far as all
+        get until they have seen the request, the stop lies ahead.
+        """
+        if asked and self._board.stop_at is None:
+            self._board.ask_to_stop(step + apart + ceil(NOTICED_S * steps_per_s))
+        return self._board.stop_at is not None and step >= self._board.stop_at
 
     def report(self, error: BaseException) -> None:
         """Tells the others why this process ends, unless one of them told us."""
