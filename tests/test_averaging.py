@@ -612,7 +612,7 @@ def test_error_feedback_loses_nothing(compress: str) -> None:
 
 
 def test_compressed_training_follows_the_uncompressed() -> None:
-    for averaging in (DaSGD(2, 1), DiLoCo(2), CO2(2), EagerDiLoCo(2)):
+    for averaging in (AllReduce(), DaSGD(2, 1), DiLoCo(2), CO2(2), EagerDiLoCo(2)):
         plain = rows_now(run(averaging, 20))[0]
         near = rows_now(run(replace(averaging, compress="bf16"), 20))[0]
         coarse = rows_now(run(replace(averaging, compress="int8"), 20))[0]

@@ -32,7 +32,7 @@ ADD = ROOT / "docs" / "add-a-method.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARK = ROOT / "benchmarks" / "simulator"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*PAGES, ROOT / "CHANGELOG.md", BENCHMARK / "README.md"]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
 
 
 @dataclass(frozen=True)

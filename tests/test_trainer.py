@@ -484,9 +484,9 @@ def test_losses_owed_at_a_change_of_phase_come_with_the_next_flush() -> None:
     assert [handed[0], *map(float, owed), *handed[1:]] == pytest.approx(measured, rel=1e-12)
 
 
-def test_only_sequential_models_can_be_cut() -> None:
-    with pytest.raises(ConfigurationError, match="cannot cut a TransformerEncoderLayer"):
-        trainer_for(nn.TransformerEncoderLayer(8, 2), stages=2)  # type: ignore[arg-type]
+def test_stages_must_fit_the_model() -> None:
+    with pytest.raises(ConfigurationError, match="2 stages, but this Linear has 0 modules"):
+        trainer_for(nn.Linear(8, 2), stages=2)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="cut already: leave out cuts"):
         trainer_for([nn.Linear(2, 2)], cuts=[1])
     with pytest.raises(ConfigurationError, match="stages=3, but the list has 1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from offbeat import cli
+from offbeat.cli.live import Screen
 from offbeat.experiment import Choice, Experiment
 from offbeat.runs import Run
 from offbeat.study import cells_of
-from offbeat.training import build, scheduler_factory
+from offbeat.training import build, run_experiment, scheduler_factory
 from offbeat.zoo import data_named
 
 SHORT = ["--epochs", "1", "--lr", "0.02"]
@@ -117,6 +120,29 @@ def test_muon_gets_the_matrices_and_adamw_the_rest() -> None:
     muon, adamw = stage.optimizers
     assert {p.dim() for p in muon.param_groups[0]["params"]} == {2}
     assert {p.dim() for p in adamw.param_groups[0]["params"]} == {1}
+
+
+def test_the_live_view_shows_what_matters(tmp_path: Path) -> None:
+    drawn = io.StringIO()
+    console = Console(file=drawn, force_terminal=True, width=110)
+    experiment = Experiment.read({"method": "dsp", "stages": 3, **_short()})
+    run_experiment(experiment, tmp_path / "run", lambda: [Screen(console)])
+    for words in ("DSP, 3 stages, lag 4 2 0", "epoch 1/1", "rows/s", "left", "busy", "finished"):
+        assert words in drawn.getvalue(), words
+
+
+def test_tensorboard_is_asked_for_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert offbeat_says("train", *SHORT, "--tensorboard", "--out", str(tmp_path / "run")) == 2
+    assert 'pip install "offbeat[tensorboard]"' in capsys.readouterr().err
+
+
+def test_max_steps_ends_a_run_early(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "--max-steps", "5", "--method", "dsp", "--stages", "2")
+    assert (run.summary["status"], run.summary["steps"]) == ("finished", 5)
+    assert run.summary["lags"]["0"] == {"0": 1, "1": 1, "2": 3}
 
 
 def test_schedules_rise_and_fall() -> None:

@@ -88,6 +88,9 @@ class RunWriter:
     def finish(self, summary: dict[str, Any], ledger: Ledger) -> None:
         ledger.save(self.folder / LEDGER)
         _write_json(self.folder / SUMMARY, summary)
+        self.close()
+
+    def close(self) -> None:
         self._metrics.close()
 
 

@@ -75,10 +75,10 @@ def run_experiment(
     )
     trainer = build(experiment, data, len(loader))
     progress = Progress(experiment.epochs, len(loader))
+    looking = watchers() if trainer.rank == 0 else []
     writer = None
     if trainer.rank == 0:
         writer = RunWriter(folder, _described(experiment, trainer))
-    looking = watchers() if trainer.rank == 0 else []
     recorder = Recorder(writer)
     status = "failed"
     try:
@@ -92,6 +92,7 @@ def run_experiment(
             watcher.end(status)
         if status == "failed" and writer is not None:
             writer.add("end", **recorder.place(progress), status=status)
+            writer.close()
     return _finish(trainer, progress, recorder, writer, status)
 
 

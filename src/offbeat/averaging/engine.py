@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging.base import Averaging, Plan
-from offbeat.averaging.compression import Int8, codec_for
-from offbeat.averaging.rows import flatten, mean_of, unflatten, write
+from offbeat.averaging.compression import Codec, Int8, codec_for
+from offbeat.averaging.rows import dtype_of, flatten, mean_of, unflatten, write
 from offbeat.errors import ConfigurationError
 from offbeat.ledger import Ledger
 from offbeat.stage import Stage
@@ -52,6 +52,9 @@ class Averager:
         self._trainable = [p for p in stage.parameters if p.requires_grad]
         self._layers = _layers_of(stage, self._plan.fragments if self._plan else 1)
         self._fragments: list[_Fragment] = []
+        self._gradient_codec = codec_for(
+            averaging.compress, dtype_of(self._trainable), [p.numel() for p in self._trainable]
+        )
         self._local_from = averaging.warmup
         """The version of the weights from which local steps are counted."""
 
@@ -100,8 +103,7 @@ class Averager:
         return [self._key(task)] if task.kind == "M" and task.arrives else []
 
     def _key(self, task: Task) -> Key:
-        what: Literal["gradients", "weights"] = task.what
-        return Key(what, self._stage.index, task.number, source=task.fragment)
+        return Key(task.what, self._stage.index, task.number, source=task.fragment)
 
     # ---------------------------------------------------------------- doing it
 
@@ -114,7 +116,7 @@ class Averager:
     def _start(self, task: Task) -> None:
         began = perf_counter()
         if task.what == "gradients":
-            parts = _gradients_of(self._trainable)
+            parts = _gradients_of(self._trainable, self._gradient_codec)
         else:
             parts = self._fragments[task.fragment].start(task.number)
         summed = not self._averaging.exact
@@ -129,7 +131,7 @@ class Averager:
             self._record("A", task, gathered.sent_s, gathered.arrived_s)
         if task.what == "gradients":
             assert gathered is not None
-            _take_gradients(self._trainable, gathered, self._replicas)
+            _take_gradients(self._trainable, self._gradient_codec, gathered, self._replicas)
         else:
             self._fragments[task.fragment].merge(task.number, gathered)
         self._record("M", task, began, perf_counter())
@@ -302,16 +304,18 @@ def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:
     return [[p for layer in layers[f::fragments] for p in layer] for f in range(fragments)]
 
 
-def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _gradients_of(parameters: Sequence[nn.Parameter], codec: Codec) -> list[Tensor]:
     """All gradients in a row, and for each parameter whether it has one."""
     row = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-    return [row, row.new_tensor([float(p.grad is not None) for p in parameters])]
+    return [*codec.encode(row), row.new_tensor([float(p.grad is not None) for p in parameters])]
 
 
-def _take_gradients(parameters: Sequence[nn.Parameter], gathered: Gathered, replicas: int) -> None:
+def _take_gradients(
+    parameters: Sequence[nn.Parameter], codec: Codec, gathered: Gathered, replicas: int
+) -> None:
     """The mean of all replicas' gradients; none where no replica has one."""
-    mean = mean_of([parts[0] for parts in gathered.parts], replicas)
-    present = mean_of([parts[1] for parts in gathered.parts], replicas).tolist()
+    mean = mean_of([codec.decode(parts[:-1]) for parts in gathered.parts], replicas)
+    present = mean_of([parts[-1] for parts in gathered.parts], replicas).tolist()
     for parameter, gradient, some in zip(
         parameters, unflatten(mean, parameters), present, strict=True
     ):

@@ -11,10 +11,16 @@ def flatten(tensors: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
 
     ``into`` is an older row that nobody needs any more: fresh memory costs more than the copying.
     """
+    dtype = dtype_of(tensors)
+    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=into)
+
+
+def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
+    """What a row of these tensors is computed in."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=into)
+    return dtype
 
 
 def unflatten(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """TensorBoard events, if asked for."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from offbeat.errors import MissingExtra
 from offbeat.trainer import Trainer
@@ -18,10 +20,10 @@ class Board:
                 "--tensorboard needs TensorBoard, which is missing:"
                 ' pip install "offbeat[tensorboard]"'
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._open: Callable[[], Any] = lambda: SummaryWriter(str(folder))
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
-        pass
+        self._writer = self._open()  # not before the folder is known to be free
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
         if progress.step % 10 == 0:

@@ -2,7 +2,7 @@
 
 import time
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -70,7 +70,7 @@ class Screen:
         self._drawn = time.perf_counter()
         self._live.update(self._view(trainer, progress))
 
-    def _view(self, trainer: Trainer, progress: Progress) -> Group:
+    def _view(self, trainer: Trainer, progress: Progress) -> Table:
         passed = time.perf_counter() - self._began
         left = passed / progress.step * (progress.steps - progress.step) if progress.step else 0.0
         numbers = Table.grid(padding=(0, 3))
@@ -89,7 +89,10 @@ class Screen:
         stages.add_row("lag", *map(str, trainer.lags))
         stages.add_row("busy", *self._busy_shares(trainer))
         bar = ProgressBar(total=max(1, progress.steps), completed=progress.step, width=60)
-        return Group(Text(_what(trainer), style="bold"), bar, numbers, stages)
+        view = Table.grid()
+        for part in (Text(_what(trainer), style="bold"), bar, numbers, stages):
+            view.add_row(part)
+        return view
 
     def _busy_shares(self, trainer: Trainer) -> list[str]:
         """Of the last few seconds, by the entries that are new since the last look."""
