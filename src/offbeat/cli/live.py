@@ -11,6 +11,9 @@ from rich.text import Text
 from offbeat.trainer import Trainer
 from offbeat.training import Progress
 
+_PAUSE_S = 0.5
+"""Between two drawings."""
+
 
 class Lines:
     """One line per evaluation, for logs and pipes."""
@@ -42,11 +45,12 @@ class Lines:
 
 
 class Screen:
-    """A table that is drawn again four times a second."""
+    """A table that is drawn again twice a second."""
 
     def __init__(self, console: Console) -> None:
         self._began = time.perf_counter()
-        self._live = Live(console=console, refresh_per_second=4, transient=False)
+        # Drawn between steps, by nobody's thread: a thread of its own would take turns with them.
+        self._live = Live(console=console, auto_refresh=False)
         self._drawn = 0.0
         self._read = 0
         self._busy: list[float] = []
@@ -56,7 +60,7 @@ class Screen:
         self._draw(trainer, progress)
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
-        if time.perf_counter() - self._drawn > 0.25:
+        if time.perf_counter() - self._drawn > _PAUSE_S:
             self._draw(trainer, progress)
 
     def evaluated(self, trainer: Trainer, progress: Progress) -> None:
@@ -68,7 +72,7 @@ class Screen:
 
     def _draw(self, trainer: Trainer, progress: Progress) -> None:
         self._drawn = time.perf_counter()
-        self._live.update(self._view(trainer, progress))
+        self._live.update(self._view(trainer, progress), refresh=True)
 
     def _view(self, trainer: Trainer, progress: Progress) -> Table:
         passed = time.perf_counter() - self._began
