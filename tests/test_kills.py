@@ -80,7 +80,10 @@ def test_twenty_random_kills_end_every_process_with_words(tmp_path: Path) -> Non
     assert len(reports) == 20
     assert {report["plan"]["rank"] for report in reports} == {0, 1, 2}
     for report in reports:
-        assert_all_ended(report, WORDS[report["hit"]])
+        words = WORDS[report["hit"]]
+        if report["plan"]["rank"] == 0:  # it holds the store here, and either loss may show first
+            words += r"|WorkerLost: the launcher's store cannot be reached .* rank 0\) has ended"
+        assert_all_ended(report, words)
     # A slow machine may be a phase late; most kills come where they were meant to.
     hits = Counter(report["hit"] == report["plan"]["phase"] for report in reports)
     assert hits[True] > 10, hits

@@ -72,7 +72,12 @@ class Board:
                     )
                     return
             except RuntimeError:  # the store's host has gone: so has everything else
-                self._edges.fail(WorkerLost("the launcher's store cannot be reached any more."))
+                self._edges.fail(
+                    WorkerLost(
+                        "the launcher's store cannot be reached any more: the process that holds"
+                        " it (torchrun's agent, or rank 0) has ended; its own output says why."
+                    )
+                )
                 return
 
     def everyone_waits_for(self) -> str:
