@@ -16,10 +16,9 @@ from benchmarks.slow_link.network import Host
 from benchmarks.two_cores.worker import end_with_parent
 
 WARM_UP = 3
-FOREIGN_SHARE = {"real": 0.04, "sleep": 1.0}
+FOREIGN_SHARE = {"real": 0.04, "sleep": 0.04}
 REPEATS = 2
-"""A turn in which others took more of any host's core is repeated, at most so often. Sleepers leave
-their cores to others anyway."""
+"""A turn in which others took more of any host's core is repeated, at most so often."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
