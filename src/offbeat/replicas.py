@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging import Averaging
+from offbeat.averaging import Averaging, rows
+from offbeat.averaging.rows import dtype_of
 from offbeat.transport import Key
 from offbeat.worker import Worker
 
@@ -83,8 +84,5 @@ def mean_of(values: Sequence[Tensor]) -> Tensor:
     first = values[0]
     if not first.is_floating_point() or all(torch.equal(first, value) for value in values[1:]):
         return first
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total = first.to(wide)
-    for value in values[1:]:
-        total = total + value.to(wide)
-    return (total / len(values)).to(first.dtype)
+    wide = dtype_of(values)
+    return rows.mean_of([value.to(wide) for value in values], len(values)).to(first.dtype)

@@ -17,14 +17,12 @@ class Meeting:
         self.rows = [Memory(self, replica) for replica in range(replicas)]
         self._parts: dict[Key, dict[int, list[Tensor]]] = {}
 
-    def bring(self, key: Key, replica: int, parts: list[Tensor], summed: bool) -> None:
+    def bring(self, key: Key, replica: int, parts: list[Tensor]) -> None:
         found = self._parts.setdefault(key, {})
         found[replica] = parts
         if len(found) == len(self.rows):
             del self._parts[key]
             in_order = [found[place] for place in range(len(self.rows))]
-            if summed:
-                in_order = [[_total(values) for values in zip(*in_order, strict=True)]]
             for row in self.rows:
                 row.complete(key, in_order)
 
@@ -52,9 +50,10 @@ class Memory:
     def receive(self, key: Key) -> Any:
         return self._messages.pop(key)
 
-    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
+    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:  # noqa: ARG002
+        # Summing saves a network something, but no memory: all parts are here already.
         self._sent_s[key] = perf_counter()
-        self._meeting.bring(key, self._replica, list(parts), summed)
+        self._meeting.bring(key, self._replica, list(parts))
 
     def complete(self, key: Key, parts: list[list[Tensor]]) -> None:
         self.send(key, Gathered(parts, self._sent_s.pop(key), perf_counter()))
@@ -63,10 +62,3 @@ class Memory:
         self._messages.clear()
         self._sent_s.clear()
         self._meeting.clear()
-
-
-def _total(values: Sequence[Tensor]) -> Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
