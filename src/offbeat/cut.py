@@ -248,15 +248,11 @@ def _check_against_whole(
     model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
 ) -> None:
     """Refuses stages that do not compute what the whole model does, in training or evaluation."""
-    modes = {module: module.training for module in model.modules()}
     for training in (True, False):
-        try:
+        with trunk.modes_kept(model):
             model.train(training)
             whole = outputs_of([_Called(model)], batch)[-1]
             same = trunk.same_bits(outputs_of(stages, batch)[-1], whole)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
         if not same:
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"

@@ -152,9 +152,8 @@ class Experiment:
         for name in ("epochs", "batch_size", "replicas", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: give at least 1.")
-        for name in ("lr",):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: give a number above 0.")
+        if not self.lr > 0:
+            raise ConfigurationError(f"lr={self.lr}: give a number above 0.")
         if self.optimizer not in get_args(Optimizer):
             raise unknown("optimizer", self.optimizer, get_args(Optimizer))
         if self.decay not in get_args(Decay):

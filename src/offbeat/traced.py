@@ -18,6 +18,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from offbeat import nest
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.nest import Nest
+from offbeat.trunk import modes_kept
 
 _INPUT = "x"
 
@@ -45,15 +46,11 @@ def check_paths(model: nn.Module, paths: Sequence[str]) -> None:
 
 def traced_stages(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
     """The stages of a model split where the modules at ``paths`` are called."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        records = []
+    records = []
+    with modes_kept(model):
         for training in (True, False):
             model.train(training)
             records.append(_record(model, paths, x))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return [_Stage(model, *both) for both in zip(*records, strict=True)]
 
 

@@ -29,7 +29,7 @@ from offbeat.sharding import Sampler, shards_of
 from offbeat.stage import Loss, Stage, precision
 from offbeat.transport import Key, Transport
 from offbeat.transport.memory import Meeting
-from offbeat.trunk import call
+from offbeat.trunk import call, modes_kept
 from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 
 Engine = Literal["serial", "processes"]
@@ -403,7 +403,8 @@ class Trainer:
         if of not in ("average", "replica"):
             raise unknown("of", of, ("average", "replica"))
         score = Score(self._recipe.loss)
-        with self._stopping_on_error(), _evaluation_mode(self.model), torch.no_grad():
+        with self._stopping_on_error(), modes_kept(self.model), torch.no_grad():
+            self.model.eval()
             states = self._replicas.states(self._workers, first=of == "replica")
             shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
             for number, (x, y) in enumerate(loader):
@@ -526,14 +527,3 @@ class Trainer:
             if self._processes is not None:
                 self._processes.report(error)
             raise
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -118,15 +118,12 @@ def _train(
                 progress.loss = float(loss)
             for watcher in watchers:
                 watcher.step(trainer, progress)
-            if progress.step == experiment.max_steps:
-                trainer.flush()
-                _evaluate(experiment, data, trainer, progress, watchers)
-                return "finished"
+            done = progress.step == experiment.max_steps
             steps_per_s = progress.rows_per_s / experiment.batch_size
-            if trainer.stop_together(interrupted(), steps_per_s):
+            if done or trainer.stop_together(interrupted(), steps_per_s):
                 trainer.flush()
                 _evaluate(experiment, data, trainer, progress, watchers)
-                return "interrupted"
+                return "finished" if done else "interrupted"
         progress.epoch = epoch + 1
         last = progress.epoch == experiment.epochs
         if last:

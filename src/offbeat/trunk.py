@@ -199,6 +199,17 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts every module back into training or evaluation, as it was."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[None]:
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     for parameter in frozen:
