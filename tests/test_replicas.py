@@ -67,8 +67,7 @@ def test_processes_give_the_bits_of_one(todo: list[Job]) -> None:
 def test_all_reduce_in_fast_mode_is_close() -> None:
     """An all-reduce may sum in another order, so it is compared with a tolerance."""
     averagings: list[Averaging] = [AllReduce(exact=False), DaSGD(3, 1, exact=False)]
-    todo: list[Job] = [("cnn", Synchronous(), averaging, 3, 1, {}) for averaging in averagings]
-    todo = [(*job[:3], 4, *job[4:]) for job in todo]
+    todo: list[Job] = [("cnn", Synchronous(), averaging, 4, 1, {}) for averaging in averagings]
     (ours, *_) = offbeat.launch(jobs.train_all_replicas, 4, todo)
     for job, found in zip(todo, ours, strict=True):
         exact = jobs.train_replicas(job[0], job[1], replace(job[2], exact=True), *job[3:5])
