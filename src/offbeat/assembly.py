@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from offbeat.cut import outputs_of
 from offbeat.errors import ConfigurationError
+from offbeat.graphs import GraphStage
 from offbeat.heads import default_head
+from offbeat.lanes import Lane
 from offbeat.methods import DGL, Method
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, attach_optimizers
@@ -26,6 +29,9 @@ class Recipe:
     autocast: torch.dtype | None
     device: torch.device
     seed: int
+    compile: bool = False
+    lanes: Sequence[Lane] | None = None
+    """Where each stage queues its work, under the streams engine."""
 
     def stages(
         self,
@@ -38,7 +44,8 @@ class Recipe:
         made = []
         for index in here:
             has_loss = heads[index] is not None or index == len(modules) - 1
-            stage = Stage(
+            kind = Stage if self.lanes is None else partial(GraphStage, lane=self.lanes[index])
+            stage = kind(
                 index,
                 modules[index],
                 seed=self.seed,
@@ -47,6 +54,7 @@ class Recipe:
                 loss=self.loss if has_loss else None,
                 head=heads[index],
                 autocast=self.autocast,
+                compile=self.compile,
             )
             attach_optimizers(stage, self.optimizer, self.scheduler)
             made.append(stage)

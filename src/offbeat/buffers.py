@@ -32,7 +32,11 @@ class WrittenBuffers:
             for (module, name, buffer), copy in zip(before, copies, strict=True):
                 # Values, not version counters: BatchNorm writes its statistics without counting.
                 same = module._buffers[name] is buffer
-                if same and (buffer is None or copy is None or torch.equal(buffer, copy)):
+                if (
+                    self._written is None
+                    and same
+                    and (buffer is None or copy is None or torch.equal(buffer, copy))
+                ):
                     continue
                 written.append((module, name))
                 module._buffers[name] = buffer

@@ -1,6 +1,7 @@
 """What a trainer refuses, and in which words."""
 
 import warnings
+from collections.abc import Iterable
 from zlib import crc32
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, averaging_named
+from offbeat.cut import Cut
 from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
@@ -150,11 +152,60 @@ def checksum_of(values: Nest) -> int:
 
 def chosen_engine(engine: str | None, launched: bool) -> str:
     """The engine asked for, or the one the script was started for."""
-    if engine not in (None, "serial", "processes"):
-        raise unknown("engine", engine, ("serial", "processes"))
+    if engine not in (None, "serial", "processes", "streams"):
+        raise unknown("engine", engine, ("serial", "processes", "streams"))
+    if engine == "streams" and launched:
+        raise ConfigurationError(
+            "engine='streams' runs all stages in one process, and torchrun has started several:"
+            " start the script with python, or leave out engine."
+        )
     if engine == "processes" and not launched:
         raise ConfigurationError(
             "engine='processes' needs one process per stage: start the script with"
             " torchrun --nproc-per-node K, or use offbeat.launch."
         )
     return engine or ("processes" if launched else "serial")
+
+
+def check_streams(device: torch.device, replicas: int, averaging: Averaging | None) -> None:
+    """Whether all stages can run side by side on one GPU."""
+    if device.type != "cuda":
+        found = "there is one" if torch.cuda.is_available() else "torch finds none here"
+        raise ConfigurationError(
+            f"engine='streams' runs stages side by side on a CUDA GPU ({found}), but the model is"
+            f" on {device}: move it with model.to('cuda'), or use engine='serial'."
+        )
+    if averaging is not None:
+        raise ConfigurationError(
+            f"engine='streams' with replicas={replicas} and {averaging}: one GPU trains one"
+            " replica. Use engine='serial' or one process per replica."
+        )
+
+
+def check_balance(balance: str, engine: str, cut: Cut) -> None:
+    """Whether stages can be cut by measured time."""
+    if balance not in ("counted", "measured"):
+        raise unknown("balance", balance, ("counted", "measured"))
+    if balance == "counted":
+        return
+    if engine == "processes":
+        raise ConfigurationError(
+            "balance='measured' under processes: each would measure other times and cut elsewhere."
+            " Measure in one process, print trainer.cuts and give them as cuts=."
+        )
+    if cut.paths is not None:
+        raise ConfigurationError(
+            f"balance='measured': the parts of this {type(cut.model).__name__}, which is traced,"
+            " cannot be run alone. Leave out balance, or give cuts=."
+        )
+
+
+def check_compile(compile: bool, autocast: torch.dtype | None, methods: Iterable[Method]) -> None:
+    """Compiled code may keep a cast of a weight where no hook can see that it is one."""
+    for method in methods:
+        if compile and autocast is not None and method.rule == "current":
+            raise ConfigurationError(
+                f"compile=True with autocast={autocast} under {method}: its backward promises the"
+                " newest weights, and compiled code may have kept casts of older ones. Use"
+                " backward='stash' or backward='recompute'."
+            )

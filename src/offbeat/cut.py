@@ -1,7 +1,7 @@
 """Cutting a model into stages: as given, at child numbers, at weighted layers, or by cost."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from offbeat.rng import seeded
 
 Model = nn.Module | Sequence[nn.Module]
 Cuts = Sequence[int] | Sequence[str]
+CostsOf = Callable[[Sequence[nn.Module], Nest], list[float]]
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,24 @@ class Cut:
         unmade = self.trunk is not None or self.paths is not None
         return self.places is None or (unmade and self.given is None)
 
-    def weighed(self, batch: Nest) -> "Cut":
-        """The same cut with its places decided by the cost of this batch's forward."""
+    def weighed(self, batch: Nest, costs_of: CostsOf | None = None) -> "Cut":
+        """The same cut with its places decided by what this batch costs; by default counted."""
         if not self.needs_batch:
             return self
+        costs_of = costs_of or operation_counts
         if self.trunk is not None:
-            return self._through_trunk(batch, self.trunk)
+            return self._through_trunk(batch, self.trunk, costs_of)
         if self.paths is not None:
             return self._traced(batch, self.paths)
-        costs = operation_counts([module for _, module in _layers(self.model)], batch)
+        costs = costs_of([module for _, module in _layers(self.model)], batch)
         return replace(self, places=tuple(balanced_cuts(costs, self.stages)))
 
-    def _through_trunk(self, batch: Nest, name: str) -> "Cut":
+    def _through_trunk(self, batch: Nest, name: str, costs_of: CostsOf) -> "Cut":
         with untouched([self.model]):
             anatomy = trunk.look_at(self.model, name, batch)
         places = self.places
         if places is None:
-            costs = operation_counts(trunk.parts_of(self.model, anatomy), batch)
+            costs = costs_of(trunk.parts_of(self.model, anatomy), batch)
             places = tuple(balanced_cuts(costs, self.stages))
         stages = trunk.stages_of(self.model, anatomy, places)
         _check_against_whole(self.model, stages, batch, name)

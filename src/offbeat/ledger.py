@@ -8,7 +8,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, SupportsFloat, cast
 
 from offbeat.errors import ConfigurationError, ScheduleError
 from offbeat.table import Kind
@@ -70,7 +70,7 @@ class Ledger:
         version: int,
         start_s: float,
         end_s: float,
-        loss: float | None = None,
+        loss: SupportsFloat | None = None,
         replica: int = 0,
     ) -> None:
         self._kinds.append(ord(kind))
@@ -79,7 +79,7 @@ class Ledger:
         self._versions.append(version)
         self._starts.append(start_s)
         self._ends.append(end_s)
-        self._losses.append(_NO_LOSS if loss is None else loss)
+        self._losses.append(_NO_LOSS if loss is None else float(loss))
         self._replicas.append(replica)
 
     @property

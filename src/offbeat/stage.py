@@ -12,18 +12,25 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat import nest
 from offbeat.buffers import WrittenBuffers
+from offbeat.compiled import Compiled
 from offbeat.errors import StageError
 from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.rng import seed_for, seeded
-from offbeat.versions import Graph, SavedTensors, move_to_fresh_storage, weights_set_to
+from offbeat.versions import (
+    Graph,
+    SavedTensors,
+    Stashed,
+    move_to_fresh_storage,
+    weights_set_to,
+)
 
 Loss = Callable[[Nest, Nest], Tensor]
 
 
 @dataclass(kw_only=True)
-class _Flight:
+class Flight:
     """A micro-batch between its forward and its backward."""
 
     version: int
@@ -31,6 +38,7 @@ class _Flight:
     target: Nest
     scale: float
     graph: Graph = field(default_factory=Graph)
+    stashed: Stashed | None = None
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
@@ -54,9 +62,11 @@ class Stage:
         loss: Loss | None = None,
         head: nn.Module | None = None,
         autocast: torch.dtype | None = None,
+        compile: bool = False,
     ) -> None:
         self.index = index
         self.module = module
+        self._compiled = Compiled(index, module) if compile else module
         self.version = 0
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[LRScheduler] = []
@@ -69,7 +79,7 @@ class Stage:
         self.modules = [module] if head is None else [module, head]
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self._trainable = [p for p in self.parameters if p.requires_grad]
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._peak = 0
         self._peak_versions = 1
         self._old: dict[int, list[Tensor]] = {}
@@ -96,6 +106,10 @@ class Stage:
         self._local_loss = local_loss
         self._old.clear()
 
+    def entered(self) -> AbstractContextManager[None]:
+        """The context in which its work is to be launched."""
+        return nullcontext()
+
     # ---------------------------------------------------------------- the three operations
 
     def forward(
@@ -112,7 +126,7 @@ class Stage:
         ``scale`` multiplies the loss's gradient; ``version`` asks for older weights.
         """
         read = self.version if version is None else version
-        flight = _Flight(version=read, given=given, target=target, scale=scale)
+        flight = self._flight(version=read, given=given, target=target, scale=scale)
         if read != self.version and read not in self._old:
             raise StageError(
                 f"stage {self.index}: batch {batch} asks for version {read} of the weights; there"
@@ -142,25 +156,23 @@ class Stage:
         """Adds a micro-batch's gradient to the weights'; returns the gradients of its inputs."""
         self.prepare(batch)
         flight = self._flights[batch]
-        if flight.loss is not None:
-            start = None if flight.scale == 1.0 else flight.loss.new_tensor(flight.scale)
-            torch.autograd.backward([flight.loss], [start])
-        else:
-            pairs = [
-                (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
-                for output, gradient in zip(flight.outputs, gradients, strict=True)
-                if gradient is not None and output.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        outputs, starts = self._starts(flight, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, starts)
         del self._flights[batch]
         return [tensor.grad for tensor in flight.inputs]
 
     def update(self) -> None:
         """Applies the gathered gradients: one optimizer step, one more version."""
         self._save_version_in_use()
+        self._step_optimizers()
+        self._end_update()
+
+    def _step_optimizers(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def _end_update(self) -> None:
         for parameter in self._trainable:
             parameter.grad = None
         for scheduler in self.schedulers:
@@ -184,26 +196,43 @@ class Stage:
             return torch.zeros(0, device=self._device)
         return torch.stack(torch._foreach_norm(gradients))
 
-    def clip(self, max_norm: float, norms: Sequence[Tensor]) -> None:
+    def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> None:
         """Scales the gradients so that all ``norms`` together come to at most ``max_norm``.
 
-        Own norms alone clip per stage; every stage's, in order, give the bits of
+        By default the stage's own alone; every stage's, in order, give the bits of
         ``torch.nn.utils.clip_grad_norm_`` on the whole model.
         """
-        found = [norm for norm in norms if norm.numel()]
+        found = [norm for norm in norms or [self.gradient_norms()] if norm.numel()]
         if not found:  # a stage without parameters
             return
         total = torch.linalg.vector_norm(torch.cat(found))
         torch.nn.utils.clip_grads_with_norm_(self._trainable, max_norm, total)
 
-    # ---------------------------------------------------------------- forward, in detail
+    # ---------------------------------------------------------------- in detail
 
-    def _build_graph(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:
+    def _flight(self, *, version: int, given: Nest, target: Nest, scale: float) -> Flight:
+        return Flight(version=version, given=given, target=target, scale=scale)
+
+    def _starts(
+        self, flight: Flight, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Where a backward begins, and with which gradients."""
+        if flight.loss is not None:
+            whole = flight.scale == 1.0
+            return [flight.loss], [None if whole else torch.full_like(flight.loss, flight.scale)]
+        pairs = [
+            (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
+            for output, gradient in zip(flight.outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _build_graph(self, batch: int, flight: Flight, given: Nest) -> tuple[Nest, Tensor | None]:
         leaves = nest.replace(given, lambda t: t.detach().requires_grad_(t.requires_grad))
         flight.inputs = nest.tensors(leaves)
         watched: AbstractContextManager[None] = nullcontext()
         if self._rule in ("stash", "current"):
-            watched = self._saved.kept_in(flight.graph, flight.inputs)
+            watched = self._saved.kept_in(flight.graph, flight.inputs, flight.stashed)
         with watched:
             output, loss = self._run(batch, flight, leaves)
         flight.outputs = nest.tensors(output)
@@ -212,9 +241,8 @@ class Stage:
             self._saved.look_at(flight.outputs)
         return output, loss
 
-    def _run(self, batch: int, flight: _Flight, given: Nest) -> tuple[Nest, Tensor | None]:
-        seed = seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
-        with seeded(seed, self._device), precision(self._device, self._autocast):
+    def _run(self, batch: int, flight: Flight, given: Nest) -> tuple[Nest, Tensor | None]:
+        with self._random_numbers(batch), precision(self._device, self._autocast):
             output = self._call(given)
             if not nest.tensors(output):
                 raise StageError(
@@ -232,6 +260,12 @@ class Stage:
             )
         return output, loss
 
+    def _random_numbers(self, batch: int) -> AbstractContextManager[None]:
+        return seeded(self._seed_of(batch), self._device)
+
+    def _seed_of(self, batch: int) -> int:
+        return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
+
     def _call(self, given: Nest) -> Nest:
         """Calls the module so that a layer that writes in place spoils nobody's tensor.
 
@@ -242,7 +276,9 @@ class Stage:
         if self._inputs_changed is not False:
             passed = nest.replace(given, lambda t: t.clone())
         before = [tensor._version for tensor in nest.tensors(passed)]
-        output = self.module(passed)
+        # Compiled code would hide its operations from the inspection of a first graph.
+        inspected = self._rule in (None, "recompute") or self._saved.inspected
+        output = self._compiled(passed) if inspected else self.module(passed)
         changed = before != [tensor._version for tensor in nest.tensors(passed)]
         if changed and self._inputs_changed is False:
             raise StageError(

@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -13,26 +15,29 @@ from offbeat import checks, nest
 from offbeat.assembly import Recipe
 from offbeat.averaging import Averaging
 from offbeat.averaging.engine import Averager
-from offbeat.cut import Cuts, Model, plan_cut
+from offbeat.cut import CostsOf, Cuts, Model, operation_counts, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
+from offbeat.graphs import GraphStage
 from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.processes import Processes, processes_launched
+from offbeat.profiling import measured_times
 from offbeat.replicas import Replicas, mean_of, state_of
 from offbeat.schedule import Schedule
 from offbeat.sharding import Sampler, shards_of
 from offbeat.stage import Loss, Stage, precision
+from offbeat.streams import Streams
 from offbeat.transport import Key, Transport
 from offbeat.transport.memory import Meeting
 from offbeat.trunk import call, modes_kept
 from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 
-Engine = Literal["serial", "processes"]
+Engine = Literal["serial", "processes", "streams"]
 
 
 class Trainer:
@@ -59,9 +64,11 @@ class Trainer:
     ``loss``       ``loss(output, target)``, one number, a mean over rows.
     ``optimizer``  called once per stage with its parameters; may return several optimizers.
     ``method``     an object from :mod:`offbeat.methods`, or its name.
-    ``stages``     how many, cut where the counted cost of the first batch's forward balances;
+    ``stages``     how many, cut where the cost of the first batch balances (see ``balance``);
                    ``cuts=[7]`` begins the next stage at child 7, ``cuts=["transformer.h.6"]`` at
                    that block; ``ppv=(7,)`` ends one after the 7th conv or linear layer.
+    ``balance``    "counted": by arithmetic, the same on every machine; "measured": by the time of
+                   forward and backward on this device. :attr:`cuts` then says what was chosen.
     ``replicas``   how many copies of the model train on a part of each batch each.
     ``averaging``  how they are kept together: an object from :mod:`offbeat.averaging`; by default
                    ``AllReduce()``.
@@ -71,7 +78,9 @@ class Trainer:
     ``seed``       key of all dropout; by default ``torch.initial_seed()``.
     ``autocast``   ``torch.bfloat16`` to run every forward in mixed precision.
     ``engine``     "serial": all stages in this process; "processes": one stage in each process that
-                   torchrun started; by default whichever the script was started for.
+                   torchrun started; by default whichever the script was started for. "streams":
+                   all stages in this process, side by side on one GPU, as CUDA graphs.
+    ``compile``    runs every stage through ``torch.compile``.
     ``timeout``    seconds a process waits for one message before the run ends with a report.
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
 
@@ -93,6 +102,7 @@ class Trainer:
         stages: int | None = None,
         cuts: Cuts | None = None,
         ppv: Sequence[int] | None = None,
+        balance: Literal["counted", "measured"] = "counted",
         replicas: int = 1,
         averaging: Averaging | str | None = None,
         scheduler: SchedulerFactory | None = None,
@@ -100,6 +110,7 @@ class Trainer:
         seed: int | None = None,
         autocast: torch.dtype | None = None,
         engine: Engine | None = None,
+        compile: bool = False,
         timeout: float = 300.0,
         faults: Faults | None = None,
     ) -> None:
@@ -111,6 +122,7 @@ class Trainer:
         checks.warn_of_one_stage(method, self._cut.stages, asked)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
         self._device = checks.device_of(self._cut.model)
+        self._balance = balance
         self._clip = checks.checked_clip(clip)
         self._faults = faults
         self._interleaving: Choose = updates_last
@@ -129,7 +141,15 @@ class Trainer:
         self._here = range(replicas)
         """The replicas of this process."""
         self._transports: Sequence[Transport] = Meeting(replicas).rows
-        if checks.chosen_engine(engine, processes_launched()) == "processes":
+        self._streams: Streams | None = None
+        chosen = checks.chosen_engine(engine, processes_launched())
+        checks.check_balance(balance, chosen, self._cut)
+        checks.check_compile(compile, autocast, (phase for phase, _ in self._phases))
+        if chosen == "streams":
+            checks.check_streams(self._device, replicas, self.averaging)
+            self._streams = Streams(self._cut.stages, self._device, self._ledger)
+            self._transports = [self._streams.transport]
+        if chosen == "processes":
             self._processes = Processes(self._cut.stages, replicas, self._device, timeout)
             seed = self._processes.agree_on_setup(self._cut.model, method, self.averaging, seed)
             self._here = range(self._processes.replica, self._processes.replica + 1)
@@ -141,6 +161,8 @@ class Trainer:
             autocast=checks.checked_autocast(autocast),
             device=self._device,
             seed=torch.initial_seed() if seed is None else seed,
+            compile=compile,
+            lanes=None if self._streams is None else self._streams.lanes,
         )
         if not self._cut.needs_batch and not self._needs_heads:
             self._build(None)
@@ -206,11 +228,14 @@ class Trainer:
     @property
     def ledger(self) -> Ledger:
         """Every action of every stage with its weight version, start, end and loss."""
-        return self._ledger if self._processes is None else self._processes.merge(self._ledger)
+        own = self.own_ledger
+        return own if self._processes is None else self._processes.merge(own)
 
     @property
     def own_ledger(self) -> Ledger:
         """The entries of this process alone, without asking the others."""
+        if self._streams is not None:
+            self._streams.ledger.settle()
         return self._ledger
 
     def memory(self) -> tuple[StageMemory, ...]:
@@ -266,7 +291,8 @@ class Trainer:
             self._step_in_fill = 0
             self._replicas.settle(self._workers)
             owed, self._owed = self._owed, []
-            return owed + [self._take_loss() for _ in range(len(self._awaited))]
+            with self._joined():
+                return owed + [self._take_loss() for _ in range(len(self._awaited))]
 
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
@@ -305,8 +331,14 @@ class Trainer:
             replica=None if alone else self._here[0],
         )
 
+    def _joined(self) -> AbstractContextManager[None]:
+        """Where weights are read or written between steps."""
+        return nullcontext() if self._streams is None else self._streams.joined()
+
     def _run(self) -> None:
-        if self._processes is None:
+        if self._streams is not None:
+            self._streams.run(self._workers)
+        elif self._processes is None:
             run_together(self._workers, self._interleaving)
         else:
             for worker in self._workers:
@@ -321,16 +353,17 @@ class Trainer:
 
     def _begin_fill(self) -> None:
         schedule, method = self._schedule, self.method
-        for worker in self._workers:
-            index = worker.stage.index
-            worker.stage.follow(
-                method.rule,
-                in_flight=schedule.in_flight(index),
-                kept_versions=schedule.kept_versions(index),
-                shrink=method.shrink,
-                local_loss=schedule.local_losses,
-            )
-            worker.begin(schedule, self._next_batch)
+        with self._joined():
+            for worker in self._workers:
+                index = worker.stage.index
+                worker.stage.follow(
+                    method.rule,
+                    in_flight=schedule.in_flight(index),
+                    kept_versions=schedule.kept_versions(index),
+                    shrink=method.shrink,
+                    local_loss=schedule.local_losses,
+                )
+                worker.begin(schedule, self._next_batch)
 
     def _feed(self, shards: Sequence[tuple[Nest, Nest]]) -> None:
         """Hands every replica its part, in micro-batches, at the stages here that need it."""
@@ -369,6 +402,8 @@ class Trainer:
         numbers = self._awaited.popleft()
         losses: dict[int, Tensor] = {}
         for worker in self._workers:
+            if worker.stage.index not in self._listeners:
+                continue
             keys = [Key("loss", worker.stage.index, n, self.stages - 1) for n in numbers]
             terms = [worker.transport.receive(key) for key in keys]
             loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
@@ -403,7 +438,12 @@ class Trainer:
         if of not in ("average", "replica"):
             raise unknown("of", of, ("average", "replica"))
         score = Score(self._recipe.loss)
-        with self._stopping_on_error(), modes_kept(self.model), torch.no_grad():
+        with (
+            self._stopping_on_error(),
+            self._joined(),
+            modes_kept(self.model),
+            torch.no_grad(),
+        ):
             self.model.eval()
             states = self._replicas.states(self._workers, first=of == "replica")
             shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
@@ -428,17 +468,18 @@ class Trainer:
         Of several replicas it is their mean; nothing changes in any of them.
         """
         values: dict[int, Tensor] = {}
-        states = self._replicas.states(self._workers)
-        for stage, module in enumerate(self._cut.modules() if self._workers else []):
-            entries = state_of(module)
-            found = list(states.get(stage, entries).values())
-            if self._processes is not None:
-                found = self._processes.share_tensors(found, stage)
-            values |= {id(e): value for e, value in zip(entries.values(), found, strict=True)}
-        state = self.model.state_dict(keep_vars=True)
-        for name, entry in state.items():
-            if isinstance(entry, Tensor):
-                state[name] = values.get(id(entry), entry).detach().clone()
+        with self._joined():
+            states = self._replicas.states(self._workers)
+            for stage, module in enumerate(self._cut.modules() if self._workers else []):
+                entries = state_of(module)
+                found = list(states.get(stage, entries).values())
+                if self._processes is not None:
+                    found = self._processes.share_tensors(found, stage)
+                values |= {id(e): value for e, value in zip(entries.values(), found, strict=True)}
+            state = self.model.state_dict(keep_vars=True)
+            for name, entry in state.items():
+                if isinstance(entry, Tensor):
+                    state[name] = values.get(id(entry), entry).detach().clone()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -449,8 +490,9 @@ class Trainer:
                 f"load_state_dict with {flying} batches in flight: their gradients belong to the"
                 " old weights. Call flush() first."
             )
-        for model in self._models:
-            model.load_state_dict(state)
+        with self._joined():
+            for model in self._models:
+                model.load_state_dict(state)
         for worker in self._workers:
             worker.stage.discard()
             worker.pending.clear()
@@ -469,7 +511,7 @@ class Trainer:
 
     def _build(self, batch: Nest) -> None:
         """Makes the workers of this process; some need the first batch to know how."""
-        self._cut = self._cut.weighed(batch)
+        self._cut = self._cut.weighed(batch, self._costs_of)
         # Replica 0 is the user's own model; the others of this process are copies of it.
         cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
         self._models = [cut.model for cut in cuts]
@@ -480,6 +522,12 @@ class Trainer:
             for stage in self._recipe.stages(modules, heads, here, replica):
                 self._workers.append(self._worker(stage, transport))
 
+    @property
+    def _costs_of(self) -> CostsOf:
+        if self._balance == "counted":
+            return operation_counts
+        return partial(measured_times, autocast=self._recipe.autocast)
+
     def _worker(self, stage: Stage, transport: Transport) -> Worker:
         averager = None
         if self.averaging is not None:
@@ -488,11 +536,18 @@ class Trainer:
             stage,
             self.stages,
             transport,
-            self._ledger,
+            self._ledger if self._streams is None else self._streams.ledger,
             clip=self._clip,
             faults=self._faults,
             averager=averager,
+            listeners=self._listeners,
+            clock=stage.lane.now if isinstance(stage, GraphStage) else perf_counter,
         )
+
+    @property
+    def _listeners(self) -> Sequence[int]:
+        """The stages that are told every loss: one per process is enough."""
+        return [self.stages - 1] if self._processes is None else range(self.stages)
 
     # ---------------------------------------------------------------- refusing
 

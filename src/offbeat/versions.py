@@ -16,7 +16,7 @@ the old one (:func:`move_to_fresh_storage`): a copy per version, never per batch
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -75,6 +75,7 @@ class SavedActivation:
 
 
 Saved = SavedWeight | SavedActivation
+Stashed = Callable[[nn.Parameter], Tensor]
 
 
 class Graph:
@@ -102,18 +103,25 @@ class SavedTensors:
         self._stage = stage
         self._parameters = parameters
         self._rule = rule
-        self._inspected = False
+        self.inspected = False
+        """Whether a first graph has been looked at, operation by operation."""
 
     @contextmanager
-    def kept_in(self, graph: Graph, inputs: Iterable[Tensor]) -> Iterator[None]:
-        """Runs a forward so that the graph it builds follows the rule."""
+    def kept_in(
+        self, graph: Graph, inputs: Iterable[Tensor], stashed: Stashed | None = None
+    ) -> Iterator[None]:
+        """Runs a forward so that the graph it builds follows the rule.
+
+        ``stashed`` gives a weight's values of today a place that outlives the next update; by
+        default that is their storage, which the update must then leave alone.
+        """
         weights = {
             storage: parameter
             for parameter in self._parameters
             if (storage := parameter.untyped_storage().data_ptr())
         }
         known = {id(parameter) for parameter in self._parameters}
-        inspection = None if self._inspected else _Inspection(weights, inputs)
+        inspection = None if self.inspected else _Inspection(weights, inputs)
 
         def pack(tensor: Tensor) -> Saved:
             if tensor.layout is not torch.strided:
@@ -122,7 +130,9 @@ class SavedTensors:
             if parameter is None:
                 parameter = _cast_from(tensor, known)
             if parameter is not None:
-                source = parameter if self._rule == "current" else parameter.detach()
+                source: Tensor = parameter
+                if self._rule == "stash":
+                    source = parameter.detach() if stashed is None else stashed(parameter)
                 return graph.add(SavedWeight(parameter, source, tensor))
             if inspection is not None and self._rule == "current":
                 self._refuse_derived(inspection.derived_by(tensor), tensor)
@@ -139,7 +149,7 @@ class SavedTensors:
 
     def look_at(self, outputs: Iterable[Tensor]) -> None:
         """Ends the inspection of a stage's first graph."""
-        if self._inspected:
+        if self.inspected:
             return
         nodes = {output.grad_fn for output in outputs}
         seen = set(nodes)
@@ -152,7 +162,7 @@ class SavedTensors:
             )
             nodes |= found
             seen |= found
-        self._inspected = True
+        self.inspected = True
 
     def _refuse_checkpoint(self, what: str) -> None:
         raise StageError(

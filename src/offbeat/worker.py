@@ -4,14 +4,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from offbeat.averaging.engine import Averager, Task
 from offbeat.errors import BatchError, Deadlock
 from offbeat.faults import Faults
-from offbeat.ledger import Ledger
+from offbeat.ledger import Event
 from offbeat.nest import Nest
 from offbeat.schedule import Schedule
 from offbeat.stage import Stage
@@ -31,19 +31,42 @@ class Target(NamedTuple):
     """Of the batch's targets, to compare with what stage 0 was fed."""
 
 
+class Book(Protocol):
+    """Where a worker writes down what it did; times are readings of its clock."""
+
+    def record(
+        self,
+        kind: Event,
+        stage: int,
+        batch: int,
+        version: int,
+        start: Any,
+        end: Any,
+        loss: Any = None,
+        replica: int = 0,
+        /,
+    ) -> None: ...
+
+
 class Worker:
-    """Carries out the actions of one stage, in the order they are appended."""
+    """Carries out the actions of one stage, in the order they are appended.
+
+    ``listeners`` are the stages that are told every loss; ``clock`` is what the ledger's times are
+    read from.
+    """
 
     def __init__(
         self,
         stage: Stage,
         stages: int,
         transport: Transport,
-        ledger: Ledger,
+        ledger: Book,
         *,
         clip: float | None = None,
         faults: Faults | None = None,
         averager: Averager | None = None,
+        listeners: Sequence[int] | None = None,
+        clock: Callable[[], Any] = perf_counter,
     ) -> None:
         self.stage = stage
         self.averager = averager
@@ -56,6 +79,8 @@ class Worker:
         self._ledger = ledger
         self._clip = clip
         self._faults = faults or Faults()
+        self._listeners = range(stages) if listeners is None else listeners
+        self._clock = clock
 
     def begin(self, schedule: Schedule, first_batch: int) -> None:
         """Starts a fill: the schedule's numbers count from here."""
@@ -118,34 +143,33 @@ class Worker:
         target = received[1] if self._has_loss else Target(None)
         if self.is_last:
             _compare_checksums(checksum, target.checksum)
-        start = perf_counter()
+        start, began = self._clock(), perf_counter()
         batch = self._first_batch + action.batch
         version = None if action.version is None else self._first_update + action.version
         read = self.stage.version if version is None else version
         output, loss = self.stage.forward(
             batch, given, target.values, scale=target.scale, version=version
         )
-        self._faults.after(self._index, self.step, perf_counter() - start)
-        end = perf_counter()
+        self._faults.after(self._index, self.step, perf_counter() - began)
+        end = self._clock()
         if not self.is_last:
             self.transport.send(Key("activation", self._index + 1, batch), (output, checksum))
         elif loss is not None:
             term = loss if target.share == 1.0 else loss * target.share
-            for stage in range(self._stages):
+            for stage in self._listeners:
                 self.transport.send(Key("loss", stage, batch, self._index), term)
-        number = None if loss is None else float(loss)
-        self._record("F", batch, read, start, end, number)
+        self._record("F", batch, read, start, end, loss)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
-        start = perf_counter()
+        began = perf_counter()
         self.stage.prepare(batch)
-        prepared = perf_counter() - start
+        prepared = perf_counter() - began
         received = [self.transport.receive(key) for key in self.needs(action)]
-        start = perf_counter()
+        start, began = self._clock(), perf_counter()
         gradients: list[Tensor | None] = self.stage.backward(batch, received[0] if received else [])
-        self._faults.after(self._index, self.step, prepared + perf_counter() - start)
-        end = perf_counter()
+        self._faults.after(self._index, self.step, prepared + perf_counter() - began)
+        end = self._clock()
         if self._index > 0 and not self._local_losses:
             self.transport.send(Key("gradient", self._index - 1, batch), gradients)
         self._record("B", batch, self.stage.version, start - prepared, end)
@@ -174,13 +198,14 @@ class Worker:
 
     def _update(self, action: Action) -> None:
         received = [self.transport.receive(key) for key in self.needs(action)]
-        start = perf_counter()
+        start = self._clock()
         if self._clip is not None:
-            received.insert(self._index if received else 0, self.stage.gradient_norms())
-            self.stage.clip(self._clip, received)
+            if received:
+                received.insert(self._index, self.stage.gradient_norms())
+            self.stage.clip(self._clip, received or None)
         self.stage.update()
         number = self._first_update + action.batch
-        self._record("U", number, self.stage.version, start, perf_counter())
+        self._record("U", number, self.stage.version, start, self._clock())
         if self.averager is not None:
             self._do_first(self.averager.after_update())
 
@@ -189,9 +214,9 @@ class Worker:
         kind: Kind,
         number: int,
         version: int,
-        start: float,
-        end: float,
-        loss: float | None = None,
+        start: Any,
+        end: Any,
+        loss: Tensor | None = None,
     ) -> None:
         stage = self.stage
         self._ledger.record(kind, stage.index, number, version, start, end, loss, stage.replica)
@@ -239,6 +264,28 @@ def run_together(workers: Iterable[Worker], choose: Choose = updates_last) -> No
     workers = list(workers)
     while ready := [worker for worker in workers if worker.ready()]:
         choose(ready).advance()
+    _refuse_stuck(workers)
+
+
+def run_in_turn(workers: Iterable[Worker]) -> None:
+    """Runs all workers, first stage first, each as far as it gets.
+
+    For stages that only queue their work: few questions asked, and the stages that others wait for
+    get the longest head start.
+    """
+    workers = list(workers)
+    moved = True
+    while moved:
+        moved = False
+        for worker in workers:
+            with worker.stage.entered():
+                while worker.ready():
+                    worker.advance()
+                    moved = True
+    _refuse_stuck(workers)
+
+
+def _refuse_stuck(workers: Iterable[Worker]) -> None:
     stuck = [worker for worker in workers if worker.pending]
     if stuck:
         lines = [

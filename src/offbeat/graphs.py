@@ -1,0 +1,566 @@
+"""A stage whose operations are recorded once and replayed: the streams engine's.
+
+Every micro-batch in flight has a slot: memory of its own, and a recording of its forward and of its
+backward on that memory. The gradients and the update of a stage have one place for all slots. What
+the recordings read and write is what :class:`Stage` reads and writes, so the weights are the same
+bits; only the launching is gone.
+
+    rule           what a slot keeps                     what its backward reads
+    -------------  ------------------------------------  --------------------------------------
+    ``current``    activations                           the weights where they are: the newest
+    ``stash``      activations, a copy of the weights    that copy
+    ``recompute``  the input                             the weights where they are: the newest
+
+Activations are pulled by the stage they are for, gradients are pushed to the slot that waits for
+them. So the order of work alone protects every buffer: a slot is written anew only after the
+backward that freed it, which waited for the gradient, which was made after the activation had been
+copied.
+
+The first batches of a stage, batches of another shape, and modules that cannot be recorded run as
+in :class:`Stage`, in the same lane.
+"""
+
+import warnings
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Muon, Optimizer
+
+from offbeat import nest
+from offbeat.errors import StageError
+from offbeat.lanes import Lane, NotRecordable, Pool, Recording
+from offbeat.memory import StageMemory, Storages
+from offbeat.methods.base import Rule
+from offbeat.nest import Nest, is_dense
+from offbeat.stage import Flight, Stage
+from offbeat.versions import Graph
+
+_WARM_UP = 2
+"""Times a kind of batch runs unrecorded first: libraries choose and allocate on first use."""
+_MOST_KINDS = 4
+"""Kinds of batches (shapes, layouts, shares) that are recorded; others run unrecorded."""
+_COUNT_NOTHING = (SGD, Muon)
+"""Optimizers whose step is the same work each time, so that they need no ``capturable``."""
+_PATIENCE = 20
+"""Updates with new numbers each, after which the user is told what that costs."""
+
+_Kind = tuple[Any, ...]
+
+
+class _Slot:
+    """The memory of one micro-batch in flight, and the recordings that work on it."""
+
+    forward: Recording
+    backward: Recording
+    output: Nest
+    loss: Tensor | None
+    gradients: list[Tensor | None]
+    """Of the outputs, as they arrive."""
+    sent: list[Tensor | None]
+    """Of the inputs."""
+
+    def __init__(self, kind: _Kind, given: Nest, target: Nest) -> None:
+        self.kind = kind
+        # A clone of a dense tensor has its layout.
+        self.given = nest.replace(given, lambda t: t.detach().clone())
+        self.target = nest.replace(target, lambda t: t.detach().clone())
+        wanted = iter([tensor.requires_grad for tensor in nest.tensors(given)])
+        self.leaves = nest.replace(self.given, lambda t: t.detach().requires_grad_(next(wanted)))
+        self.copies: dict[nn.Parameter, Tensor] = {}
+        """The weights its forward read, under ``stash``."""
+        self.bytes = sum(tensor.nbytes for tensor in nest.tensors(self.given))
+
+
+class GraphStage(Stage):
+    """Queues its work in a lane, and replays recordings where it can."""
+
+    def __init__(self, index: int, module: nn.Module, *, lane: Lane, **settings: Any) -> None:
+        self.lane = lane
+        self._records = True
+        self._static = True  # weights and gradients keep their place
+        self._recording = False
+        self._addresses: dict[int, list[Tensor | None]] = {}
+        self._taken: dict[int, _Slot] = {}
+        self._kinds: dict[int, _Kind] = {}
+        self._arriving: list[bool] = []
+        self._stashed_weights: list[nn.Parameter] = []
+        self._followed: tuple[Any, ...] = ()
+        self._clip_to: float | None = None
+        self._gathered = 0
+        self._update_records = True
+        self._changes = 0
+        self._stepping: tuple[tuple[Any, ...], Recording] | None = None
+        self._forget_recordings()
+        super().__init__(index, module, **settings)
+
+    def entered(self) -> AbstractContextManager[None]:
+        return self.lane.entered()
+
+    def follow(
+        self,
+        rule: Rule,
+        *,
+        in_flight: int,
+        kept_versions: int = 0,
+        shrink: float = 1.0,
+        local_loss: bool = False,
+    ) -> None:
+        super().follow(
+            rule,
+            in_flight=in_flight,
+            kept_versions=kept_versions,
+            shrink=shrink,
+            local_loss=local_loss,
+        )
+        places = tuple(parameter.data_ptr() for parameter in self.parameters)
+        followed = (self._rule, kept_versions, shrink, local_loss, places)
+        if followed != self._followed:
+            self._followed = followed
+            self._forget_recordings()
+            self._static = self._records and kept_versions == 0
+
+    def discard(self) -> None:
+        super().discard()
+        for slot in self._taken.values():
+            self._free[slot.kind].append(slot)
+        self._taken.clear()
+        self._addresses.clear()
+        self._kinds.clear()
+        self._gathered = 0
+        self._clip_to = None
+        self._stepping = None  # optimizers may have been given another state
+
+    def _forget_recordings(self) -> None:
+        self._seen: Counter[_Kind] = Counter()
+        self._free: dict[_Kind, deque[_Slot]] = {}
+        self._pool: Pool | None = None
+        self._fresh: list[Tensor | None] | None = None
+        """The gradient of the newest micro-batch, per parameter."""
+        self._sums: list[Tensor | None] | None = None
+        """The sum over a step's micro-batches, where it has several."""
+        self._adding: tuple[Recording, Recording] | None = None
+        self._stepping = None
+        self._last_numbers: tuple[Any, ...] | None = None
+
+    # ---------------------------------------------------------------- the three operations
+
+    def forward(
+        self,
+        batch: int,
+        given: Nest,
+        target: Nest = None,
+        *,
+        scale: float = 1.0,
+        version: int | None = None,
+    ) -> tuple[Nest, Tensor | None]:
+        self._addresses[batch] = [getattr(t, "awaits", None) for t in nest.tensors(given)]
+        kind = (_kind(given), _kind(target), scale, self.module.training)
+        slot = self._slot_for(kind, given, target)
+        if slot is None:
+            self._kinds[batch] = kind
+            # What arrives may be memory that the stage before will write again.
+            own = nest.replace(given, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+            return super().forward(batch, own, target, scale=scale, version=version)
+        _copy([slot.given, slot.target], [given, target])
+        self.lane.seed(self._seed_of(batch))
+        slot.forward.replay()
+        self._taken[batch] = slot
+        self._peak = max(self._peak, self.in_flight)
+        # Nobody answers a stage with a loss of its own, so nothing says when its output was read.
+        output = nest.replace(slot.output, _copied) if self._local_loss else slot.output
+        return output, None if slot.loss is None else slot.loss.clone()
+
+    def prepare(self, batch: int) -> None:
+        if batch not in self._taken:  # a slot computes its forward again within its backward
+            super().prepare(batch)
+
+    def backward(self, batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        slot = self._taken.pop(batch, None)
+        if slot is None:
+            sent = self._backward_unrecorded(batch, gradients)
+        else:
+            self._take(gradients, slot)
+            self._make_room()
+            self.lane.seed(self._seed_of(batch))
+            slot.backward.replay()
+            self._gather()
+            self._free[slot.kind].append(slot)
+            sent = slot.sent
+        return _delivered(sent, self._addresses.pop(batch))
+
+    def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> None:
+        self._show_gradients()
+        if norms is None:
+            self._clip_to = max_norm  # a part of the update, to be recorded with it
+        else:
+            super().clip(max_norm, norms)
+
+    def gradient_norms(self) -> Tensor:
+        if not self._recording:
+            self._show_gradients()
+        return super().gradient_norms()
+
+    def update(self) -> None:
+        self._show_gradients()
+        self._save_version_in_use()
+        recording = self._recorded_update()
+        if recording is None:
+            self._clip_and_step()
+        else:
+            recording.replay()
+        self._gathered = 0
+        self._clip_to = None
+        self._end_update()
+
+    # ---------------------------------------------------------------- slots
+
+    def _slot_for(self, kind: _Kind, given: Nest, target: Nest) -> _Slot | None:
+        """A free slot for a batch like this one; None if it has to run unrecorded."""
+        if not self._records or not self._static:
+            return None
+        if not all(map(is_dense, nest.tensors([given, target]))):
+            return None
+        free = self._free.get(kind)
+        if free:
+            return free.popleft()
+        if free is None and not self._may_record(kind):
+            return None
+        try:
+            self._recording = True
+            slot = self._record_slot(kind, given, target)
+        except NotRecordable as error:
+            self._stop_recording(error)
+            return None
+        finally:
+            self._recording = False
+        self._free.setdefault(kind, deque())
+        return slot
+
+    def _may_record(self, kind: _Kind) -> bool:
+        if self._seen[kind] < _WARM_UP:
+            return False
+        if len(self._free) < _MOST_KINDS:
+            return True
+        if len(self._free) == _MOST_KINDS and self._seen[kind] == _WARM_UP:
+            warnings.warn(
+                f"stage {self.index} has recorded batches of {_MOST_KINDS} different shapes; others"
+                " run unrecorded. Give batches of one shape, for example with drop_last=True.",
+                stacklevel=2,
+            )
+        return False
+
+    def _record_slot(self, kind: _Kind, given: Nest, target: Nest) -> _Slot:
+        slot = _Slot(kind, given, target)
+        scale: float = kind[2]
+        again = self._rule == "recompute"
+        # A slot's memory stays its own from its forward to its backward. Only what is computed
+        # again within a backward, and gone after it, may lie where the other slots have theirs.
+        self._pool = self._pool or self.lane.pool()
+        pool = self.lane.pool()
+        stashed = None
+        if self._rule == "stash":
+            slot.copies = {p: torch.empty_like(p).detach() for p in self._stashed_weights}
+            stashed = slot.copies.__getitem__
+        takeoff = Flight(
+            version=self.version, given=None, target=slot.target, scale=scale, stashed=stashed
+        )
+        flight = takeoff
+
+        def fly() -> tuple[Nest, Tensor | None]:
+            nonlocal flight
+            flight = replace(takeoff, graph=Graph())
+            return self._build_graph(0, flight, slot.leaves)
+
+        def run_forward() -> tuple[Nest, Tensor | None]:
+            if again:
+                with torch.no_grad(), self._buffers.restored():
+                    output, loss = self._run(0, takeoff, slot.leaves)
+            else:
+                if slot.copies:
+                    with torch.no_grad():
+                        torch._foreach_copy_(list(slot.copies.values()), list(slot.copies))
+                output, loss = fly()
+                slot.bytes = _bytes_of(flight, self.parameters) or slot.bytes
+            return self._outgoing(output, slot.leaves), None if loss is None else loss.detach()
+
+        def run_backward() -> list[Tensor | None]:
+            if again:
+                fly()
+            return self._gradients(flight, slot.gradients)
+
+        slot.forward, (slot.output, slot.loss) = self.lane.record(run_forward, pool)
+        outputs = nest.tensors(slot.output)
+        slot.gradients = [
+            torch.empty_like(tensor).detach() if arrives else None
+            for tensor, arrives in zip(
+                outputs, self._arriving or [False] * len(outputs), strict=True
+            )
+        ]
+        slot.backward, slot.sent = self.lane.record(run_backward, self._pool if again else pool)
+        for tensor, place in zip(outputs, slot.gradients, strict=True):
+            tensor.awaits = place  # type: ignore[attr-defined]
+        return slot
+
+    def _gradients(self, flight: Flight, arrived: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """All gradients of a micro-batch; those of the weights go to their one place."""
+        outputs, starts = self._starts(flight, arrived)
+        inputs = [tensor for tensor in flight.inputs if tensor.requires_grad]
+        assert self._fresh is not None
+        places = [
+            (parameter, place)
+            for parameter, place in zip(self._trainable, self._fresh, strict=True)
+            if place is not None
+        ]
+        wanted = [*inputs, *(parameter for parameter, _ in places)]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if outputs and wanted:
+            found = torch.autograd.grad(outputs, wanted, starts, allow_unused=True)
+        for (parameter, place), gradient in zip(places, found[len(inputs) :], strict=True):
+            if gradient is None:
+                raise self._uneven(parameter)
+            place.copy_(gradient)
+        of_inputs = iter(found)
+        return [next(of_inputs) if tensor.requires_grad else None for tensor in flight.inputs]
+
+    def _take(self, gradients: Sequence[Tensor | None], slot: _Slot) -> None:
+        """Puts the gradients that arrived where the recording reads them; most are there."""
+        if not gradients:
+            return
+        for place, gradient in zip(slot.gradients, gradients, strict=True):
+            if (place is None) != (gradient is None):
+                raise StageError(
+                    f"stage {self.index}: the next stage sends a gradient for one of its inputs in"
+                    " some batches and none in others, which a recording cannot follow. Use"
+                    " engine='serial'."
+                )
+            if place is not None and gradient is not None and place is not gradient:
+                place.copy_(gradient)
+
+    def _random_numbers(self, batch: int) -> AbstractContextManager[None]:
+        # A recording draws from the lane's generator, which every replay seeds.
+        return nullcontext() if self._recording else super()._random_numbers(batch)
+
+    def _stop_recording(self, error: NotRecordable) -> None:
+        self._records = False
+        if not self._taken:
+            self._show_gradients()
+            self._static = False
+            self._forget_recordings()
+        warnings.warn(
+            f"stage {self.index} runs unrecorded, on its own stream but without CUDA graphs,"
+            f" because of {error}. To record it, remove what makes the CPU wait for the GPU (such"
+            " as .item(), or a shape that depends on values).",
+            stacklevel=2,
+        )
+
+    # ---------------------------------------------------------------- unrecorded batches
+
+    def _flight(self, *, version: int, given: Nest, target: Nest, scale: float) -> Flight:
+        flight = super()._flight(version=version, given=given, target=target, scale=scale)
+        if self._rule == "stash" and self._static:
+            copies: dict[nn.Parameter, Tensor] = {}
+            # Recordings know where the weights are, so that no update may move them.
+            flight.stashed = lambda p: copies.setdefault(p, p.detach().clone())
+        return flight
+
+    def _save_version_in_use(self) -> None:
+        if not self._static:
+            super()._save_version_in_use()
+
+    def _backward_unrecorded(
+        self, batch: int, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        self._seen[self._kinds.pop(batch)] += 1
+        if not self._static:
+            return super().backward(batch, gradients)
+        flight = self._flights[batch]
+        self._stashed_weights = [p for p in self._trainable if p in flight.graph.weights]
+        self._arriving = [gradient is not None for gradient in gradients]
+        self._make_room()
+        for parameter in self._trainable:
+            parameter.grad = None
+        sent = super().backward(batch, gradients)
+        found = [parameter.grad for parameter in self._trainable]
+        if self._fresh is None:
+            self._fresh = [None if g is None else torch.empty_like(g) for g in found]
+        for parameter, place, gradient in zip(self._trainable, self._fresh, found, strict=True):
+            if (place is None) != (gradient is None):
+                raise self._uneven(parameter)
+            if place is not None and gradient is not None:
+                place.copy_(gradient)
+        self._gather()
+        return sent
+
+    def _uneven(self, parameter: nn.Parameter) -> StageError:
+        name = next(n for m in self.modules for n, p in m.named_parameters() if p is parameter)
+        return StageError(
+            f"stage {self.index}: {name} has a gradient in some batches and none in others, but a"
+            " recorded update steps the same weights every time. Use engine='serial', or let every"
+            " batch use every weight."
+        )
+
+    # ---------------------------------------------------------------- gradients and the update
+
+    def _make_room(self) -> None:
+        """Moves the first micro-batch's gradient out of the way of the second's."""
+        if self._gathered == 1:
+            if self._sums is None:
+                assert self._fresh is not None
+                self._sums = [None if g is None else torch.empty_like(g) for g in self._fresh]
+            if self._adding is None:
+                self._copy_to_sums()
+            else:
+                self._adding[0].replay()
+
+    def _gather(self) -> None:
+        self._gathered += 1
+        if self._gathered == 1:
+            return
+        if self._adding is None:
+            self._add_to_sums()
+            if self._records:
+                self._adding = (
+                    self.lane.record(self._copy_to_sums)[0],
+                    self.lane.record(self._add_to_sums)[0],
+                )
+        else:
+            self._adding[1].replay()
+
+    def _copy_to_sums(self) -> None:
+        torch._foreach_copy_(_tensors(self._sums), _tensors(self._fresh))
+
+    def _add_to_sums(self) -> None:
+        torch._foreach_add_(_tensors(self._sums), _tensors(self._fresh))
+
+    def _show_gradients(self) -> None:
+        """Puts the gathered gradients where optimizers look for them."""
+        if self._static and self._fresh is not None:
+            places = self._sums if self._gathered > 1 else self._fresh
+            assert places is not None
+            for parameter, place in zip(self._trainable, places, strict=True):
+                parameter.grad = place if self._gathered else None
+
+    def _clip_and_step(self) -> None:
+        if self._clip_to is not None:
+            super().clip(self._clip_to)
+        self._step_optimizers()
+
+    def _recorded_update(self) -> Recording | None:
+        """The update as a recording, once its numbers have stayed the same; else None.
+
+        Numbers are built into a recording. A learning rate that changes with every update can
+        still be recorded if it is a tensor on the device.
+        """
+        if not (self._records and self._static and self._update_records):
+            return None
+        numbers = self._numbers()
+        if self._stepping is not None and self._stepping[0] == numbers:
+            return self._stepping[1]
+        same = numbers == self._last_numbers
+        self._stepping, self._last_numbers = None, numbers
+        self._changes = 0 if same else self._changes + 1
+        if self._changes == _PATIENCE:
+            self._say_unrecorded("its numbers (the learning rate, say) change with every update")
+        if not same:
+            return None
+        counting = next((o for o in self.optimizers if not _counts_on_device(o)), None)
+        if counting is not None:
+            self._say_unrecorded(f"{type(counting).__name__} counts its steps on the CPU")
+            self._update_records = False
+            return None
+        try:
+            self._recording = True
+            recording, _ = self.lane.record(self._clip_and_step)
+        except NotRecordable as error:
+            self._say_unrecorded(str(error))
+            self._update_records = False
+            return None
+        finally:
+            self._recording = False
+        self._stepping = numbers, recording
+        return recording
+
+    def _numbers(self) -> tuple[Any, ...]:
+        """What a recorded update has built in: every number of every optimizer, and the clip."""
+        groups = [
+            tuple(id(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params")
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        return (self._clip_to, self._gathered > 1, *groups)
+
+    def _say_unrecorded(self, reason: str) -> None:
+        warnings.warn(
+            f"updates run unrecorded, because {reason}. What can be"
+            " recorded: numbers that stay, or a learning rate that is a tensor on the device with"
+            " fused=True (SGD) or capturable=True (Adam, AdamW).",
+            stacklevel=2,
+        )
+
+    # ---------------------------------------------------------------- what is in flight
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights) + len(self._taken)
+
+    def memory(self) -> StageMemory:
+        found = super().memory()
+        taken = list(self._taken.values())
+        copies = sum(bool(slot.copies) for slot in taken)
+        again = self._rule == "recompute"
+        return replace(
+            found,
+            weight_copies=found.weight_copies + copies,
+            peak_weight_copies=max(found.peak_weight_copies, found.weight_copies + copies),
+            graphs=found.graphs + (0 if again else len(taken)),
+            inputs=found.inputs + (len(taken) if again else 0),
+            weight_bytes=found.weight_bytes
+            + sum(copy.nbytes for slot in taken for copy in slot.copies.values()),
+            in_flight_bytes=found.in_flight_bytes + sum(slot.bytes for slot in taken),
+        )
+
+
+def _counts_on_device(optimizer: Optimizer) -> bool:
+    by_itself = type(optimizer) in _COUNT_NOTHING
+    return all(group.get("capturable", by_itself) for group in optimizer.param_groups)
+
+
+def _kind(values: Nest) -> _Kind:
+    """What has to be the same for a recording to fit."""
+    if isinstance(values, Tensor):
+        return (values.shape, values.stride(), values.dtype, values.requires_grad)
+    return (repr(nest.replace(values, _kind)),)
+
+
+def _copy(places: Nest, values: Nest) -> None:
+    for place, value in zip(nest.tensors(places), nest.tensors(values), strict=True):
+        place.copy_(value.detach())
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _delivered(
+    gradients: Sequence[Tensor | None], places: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients in the memory of the slot that awaits them, or else in memory of their own."""
+    return [
+        None if gradient is None else gradient.clone() if place is None else place.copy_(gradient)
+        for place, gradient in zip(places, gradients, strict=True)
+    ]
+
+
+def _tensors(values: Sequence[Tensor | None] | None) -> list[Tensor]:
+    return [value for value in values or () if value is not None]
+
+
+def _bytes_of(flight: Flight, parameters: Sequence[nn.Parameter]) -> int:
+    storages = Storages(parameters)
+    storages.add_graph(flight.graph)
+    return storages.other_bytes

@@ -1,0 +1,144 @@
+"""Lanes: queues of work on one GPU that run side by side.
+
+Every stage of the streams engine has a lane: a CUDA stream, random numbers of its own, and the
+means to record work once and replay it. Between lanes, order is kept by instants: marks in one
+lane's queue that another lane waits for. The host never waits.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+
+from offbeat.errors import OffbeatError
+
+Pool = Any
+"""Memory that recordings share; they must then run in the order in which they were recorded."""
+
+
+class Instant:
+    """A mark in a lane's queue: something to wait for, and a time once it has passed."""
+
+    __slots__ = ("event", "shift_s")
+
+    def __init__(self, event: torch.cuda.Event, shift_s: float = 0.0) -> None:
+        self.event = event
+        self.shift_s = shift_s
+
+    def __sub__(self, seconds: float) -> "Instant":
+        return Instant(self.event, self.shift_s - seconds)
+
+    def seconds_after(self, earlier: "Instant") -> float:
+        """Only once both have passed."""
+        elapsed_s: float = earlier.event.elapsed_time(self.event) / 1e3
+        return elapsed_s + self.shift_s - earlier.shift_s
+
+
+class NotRecordable(Exception):
+    """Something launched inside cannot be replayed: where, and what CUDA says."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+
+
+class Recording(Protocol):
+    def replay(self) -> None:
+        """Queues the recorded work once more, on the same memory."""
+
+
+class Lane:
+    """One queue of work on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._random = torch.Generator(device)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Whatever is launched inside goes into this lane."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def now(self) -> Instant:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return Instant(event)
+
+    def wait(self, instant: Instant) -> None:
+        self._stream.wait_event(instant.event)
+
+    def wait_for_caller(self) -> None:
+        """Lets nothing queued from now on start before what the caller's stream holds now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def caller_waits(self) -> None:
+        """The same the other way round."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keeps memory of another lane from being used anew before this lane has read it."""
+        tensor.record_stream(self._stream)
+
+    def seed(self, seed: int) -> None:
+        """Seeds the random numbers of the next replay."""
+        self._random.manual_seed(seed)
+
+    def pool(self) -> Pool:
+        return torch.cuda.graph_pool_handle()
+
+    def record(
+        self, function: Callable[[], Any], pool: Pool | None = None
+    ) -> tuple[Recording, Any]:
+        """Records what ``function`` launches, without running it; returns its result as well.
+
+        The tensors in the result are filled by every replay. Inside the lane only.
+        """
+        graph = torch.cuda.CUDAGraph()
+        pool = self.pool() if pool is None else pool
+        drawn = torch.default_generator.get_state()
+        with self._own_random_numbers():
+            # Other threads (a loader that pins memory) may go on with what capture forbids us.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+                graph.capture_end()
+            except BaseException as error:
+                self._abandon(graph, pool)
+                if not isinstance(error, RuntimeError) or isinstance(error, OffbeatError):
+                    raise
+                raise NotRecordable(_place(error), str(error).splitlines()[0]) from error
+        if not torch.equal(drawn, torch.default_generator.get_state()):
+            raise NotRecordable("random numbers of the CPU", "a replay would not draw new ones")
+        return graph, result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
+        """Leaves a capture that failed: stream, allocator and generator must be usable again."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError):  # capture_end may not have got that far
+            torch._C._cuda_endAllocateToPool(self._device.index, pool)
+        self._random = torch.Generator(self._device)
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """A recording reads its seed from device memory, which lanes must not share."""
+        default = torch.cuda.default_generators[self._device.index]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(self._random)
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(before)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's own code that led to an error."""
+    ours = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(ours)]
+    frame = (theirs or frames)[-1]
+    return f"{frame.line!r} ({os.path.basename(frame.filename)}, line {frame.lineno})"

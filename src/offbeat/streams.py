@@ -1,0 +1,114 @@
+"""The streams engine: all stages in one process, each in a lane of its own on one GPU."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat import nest
+from offbeat.graphs import GraphStage
+from offbeat.lanes import Instant, Lane
+from offbeat.ledger import Event, Ledger
+from offbeat.transport import Key
+from offbeat.transport.memory import Memory
+from offbeat.worker import Worker, run_in_turn
+
+_UNSETTLED = 4096
+"""Entries of which the times are still on the GPU, before they are asked for."""
+
+
+class Streams:
+    """The lanes of a trainer: what runs in them, and the order between them and the caller."""
+
+    def __init__(self, stages: int, device: torch.device, ledger: Ledger) -> None:
+        self.lanes = [Lane(device) for _ in range(stages)]
+        self.ledger = LateLedger(ledger, self.lanes[-1])
+        self.transport = LaneMemory()
+        self._ahead: deque[Instant] = deque()
+
+    def run(self, workers: Sequence[Worker]) -> None:
+        """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
+        run_in_turn(workers)
+        self._ahead.append(self.lanes[-1].now())
+        # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
+        if len(self._ahead) > 2 * len(self.lanes) + 2:
+            self._ahead.popleft().event.synchronize()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Lets the caller's own stream see all work queued so far, and lanes what it does."""
+        for lane in self.lanes:
+            lane.caller_waits()
+        try:
+            yield
+        finally:
+            for lane in self.lanes:
+                lane.wait_for_caller()
+
+
+class LaneMemory(Memory):
+    """Messages between lanes: a reference, and the instant from which it may be read."""
+
+    def send(self, key: Key, message: Any) -> None:
+        super().send(key, (message, torch.cuda.current_stream().record_event()))
+
+    def receive(self, key: Key) -> Any:
+        message, ready = super().receive(key)
+        stream = torch.cuda.current_stream()
+        stream.wait_event(ready)
+        for tensor in nest.tensors(message):
+            if not hasattr(tensor, "awaits"):  # memory of a slot is never given back
+                tensor.record_stream(stream)
+        return message
+
+
+class LateLedger:
+    """Entries whose times and losses are still on the GPU; they reach the ledger together."""
+
+    def __init__(self, ledger: Ledger, lane: Lane) -> None:
+        self._ledger = ledger
+        self._rows: deque[tuple[Any, ...]] = deque()
+        self._zero = lane.now()
+        self._zero_s = perf_counter()
+
+    def record(
+        self,
+        kind: Event,
+        stage: int,
+        batch: int,
+        version: int,
+        start: Instant,
+        end: Instant,
+        loss: Tensor | None = None,
+        replica: int = 0,
+    ) -> None:
+        self._rows.append((kind, stage, batch, version, start, end, loss, replica))
+        if len(self._rows) >= 2 * _UNSETTLED:
+            self.settle(_UNSETTLED)
+
+    def settle(self, count: int | None = None) -> None:
+        """Moves the oldest entries, by default all, to the ledger, waiting for them if need be."""
+        rows = [self._rows.popleft() for _ in range(len(self._rows) if count is None else count)]
+        if not rows:
+            return
+        for row in rows:
+            row[5].event.synchronize()
+        known = [row[6] for row in rows if row[6] is not None]
+        losses = iter(torch.stack(known).tolist() if known else ())
+        for kind, stage, batch, version, start, end, loss, replica in rows:
+            start_s = self._zero_s + start.seconds_after(self._zero)
+            end_s = self._zero_s + end.seconds_after(self._zero)
+            number = None if loss is None else next(losses)
+            self._ledger.record(kind, stage, batch, version, start_s, end_s, number, replica)
+        # Times are 32-bit floats on the device: a new zero keeps them exact in long runs.
+        self._zero_s = end_s
+        self._zero = rows[-1][5]
+
+
+def lane_of(worker: Worker) -> Lane:
+    assert isinstance(worker.stage, GraphStage)
+    return worker.stage.lane
