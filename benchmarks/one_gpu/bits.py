@@ -141,7 +141,7 @@ def model_of(case: Case) -> nn.Sequential:
     net = resnet(14)
     if case.model == "asks the CPU":
         net.insert(5, Asking())
-    model = nn.Sequential(*net[:-1], nn.Dropout(0.1), net[-1]).cuda()
+    model = nn.Sequential(*list(net)[:-1], nn.Dropout(0.1), net[-1]).cuda()
     if case.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

@@ -258,10 +258,9 @@ class GraphStage(Stage):
         slot = _Slot(kind, given, target)
         scale: float = kind[2]
         again = self._rule == "recompute"
-        # A slot's memory stays its own from its forward to its backward. Only what is computed
-        # again within a backward, and gone after it, may lie where the other slots have theirs.
+        # What a slot's forward leaves behind is its own until its backward. What a backward needs
+        # only for itself may lie where the other slots' backwards have theirs.
         self._pool = self._pool or self.lane.pool()
-        pool = self.lane.pool()
         stashed = None
         if self._rule == "stash":
             slot.copies = {p: torch.empty_like(p).detach() for p in self._stashed_weights}
@@ -293,7 +292,7 @@ class GraphStage(Stage):
                 fly()
             return self._gradients(flight, slot.gradients)
 
-        slot.forward, (slot.output, slot.loss) = self.lane.record(run_forward, pool)
+        slot.forward, (slot.output, slot.loss) = self.lane.record(run_forward)
         outputs = nest.tensors(slot.output)
         slot.gradients = [
             torch.empty_like(tensor).detach() if arrives else None
@@ -301,7 +300,7 @@ class GraphStage(Stage):
                 outputs, self._arriving or [False] * len(outputs), strict=True
             )
         ]
-        slot.backward, slot.sent = self.lane.record(run_backward, self._pool if again else pool)
+        slot.backward, slot.sent = self.lane.record(run_backward, self._pool)
         for tensor, place in zip(outputs, slot.gradients, strict=True):
             tensor.awaits = place  # type: ignore[attr-defined]
         return slot

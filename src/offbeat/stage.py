@@ -100,7 +100,8 @@ class Stage:
         # With nothing in flight across an update all rules are plain autograd.
         plain = in_flight == 0 and kept_versions == 0
         self._rule: Rule | None = None if plain else rule
-        self._saved = SavedTensors(self.index, self.parameters, rule)
+        compiled = self.modules if isinstance(self._compiled, Compiled) else ()
+        self._saved = SavedTensors(self.index, self.parameters, rule, compiled)
         self._kept_versions = kept_versions
         self._shrink = shrink
         self._local_loss = local_loss

@@ -99,10 +99,18 @@ class Graph:
 class SavedTensors:
     """The hooks of one stage under ``stash`` or ``current``."""
 
-    def __init__(self, stage: int, parameters: Sequence[nn.Parameter], rule: Rule) -> None:
+    def __init__(
+        self,
+        stage: int,
+        parameters: Sequence[nn.Parameter],
+        rule: Rule,
+        compiled: Sequence[nn.Module] = (),
+    ) -> None:
         self._stage = stage
         self._parameters = parameters
         self._rule = rule
+        self._compiled = compiled
+        """Modules whose code saves buffers it writes (BatchNorm's), and counts the writing."""
         self.inspected = False
         """Whether a first graph has been looked at, operation by operation."""
 
@@ -121,6 +129,7 @@ class SavedTensors:
             if (storage := parameter.untyped_storage().data_ptr())
         }
         known = {id(parameter) for parameter in self._parameters}
+        buffers = {_storage(buffer) for module in self._compiled for buffer in module.buffers()}
         inspection = None if self.inspected else _Inspection(weights, inputs)
 
         def pack(tensor: Tensor) -> Saved:
@@ -136,6 +145,8 @@ class SavedTensors:
                 return graph.add(SavedWeight(parameter, source, tensor))
             if inspection is not None and self._rule == "current":
                 self._refuse_derived(inspection.derived_by(tensor), tensor)
+            if _storage(tensor) in buffers:
+                tensor = tensor.clone()
             return graph.add(SavedActivation(tensor))
 
         with ExitStack() as stack:
