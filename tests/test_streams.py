@@ -57,6 +57,9 @@ class PretendedLane:
     def seed(self, seed: int) -> None:
         self._seed = seed
 
+    def drew(self) -> bool:
+        return True
+
     def pool(self) -> tuple[int, int]:
         return (0, 0)
 

@@ -23,7 +23,8 @@ from offbeat.rng import seeded
 
 Model = nn.Module | Sequence[nn.Module]
 Cuts = Sequence[int] | Sequence[str]
-CostsOf = Callable[[Sequence[nn.Module], Nest], list[float]]
+Balancing = Callable[[Sequence[nn.Module], Nest, int], list[int]]
+"""Where stages begin, for layers, a batch and a number of stages."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +47,25 @@ class Cut:
         unmade = self.trunk is not None or self.paths is not None
         return self.places is None or (unmade and self.given is None)
 
-    def weighed(self, batch: Nest, costs_of: CostsOf | None = None) -> "Cut":
+    def weighed(self, batch: Nest, balancing: Balancing | None = None) -> "Cut":
         """The same cut with its places decided by what this batch costs; by default counted."""
         if not self.needs_batch:
             return self
-        costs_of = costs_of or operation_counts
+        balancing = balancing or counted_cuts
         if self.trunk is not None:
-            return self._through_trunk(batch, self.trunk, costs_of)
+            return self._through_trunk(batch, self.trunk, balancing)
         if self.paths is not None:
             return self._traced(batch, self.paths)
-        costs = costs_of([module for _, module in _layers(self.model)], batch)
-        return replace(self, places=tuple(balanced_cuts(costs, self.stages)))
+        layers = [module for _, module in _layers(self.model)]
+        return replace(self, places=tuple(balancing(layers, batch, self.stages)))
 
-    def _through_trunk(self, batch: Nest, name: str, costs_of: CostsOf) -> "Cut":
+    def _through_trunk(self, batch: Nest, name: str, balancing: Balancing) -> "Cut":
         with untouched([self.model]):
             anatomy = trunk.look_at(self.model, name, batch)
         places = self.places
         if places is None:
-            costs = costs_of(trunk.parts_of(self.model, anatomy), batch)
-            places = tuple(balanced_cuts(costs, self.stages))
+            parts = trunk.parts_of(self.model, anatomy)
+            places = tuple(balancing(parts, batch, self.stages))
         stages = trunk.stages_of(self.model, anatomy, places)
         _check_against_whole(self.model, stages, batch, name)
         cut = replace(self, places=places, given=tuple(stages))
@@ -356,6 +357,11 @@ def outputs_of(modules: Sequence[nn.Module], batch: Nest) -> list[Nest]:
             value = module(value)
             outputs.append(nest.replace(value, lambda t: t.clone()))
     return outputs
+
+
+def counted_cuts(modules: Sequence[nn.Module], batch: Nest, stages: int) -> list[int]:
+    """Where stages begin so that each has as much arithmetic as the others."""
+    return balanced_cuts(operation_counts(modules, batch), stages)
 
 
 def operation_counts(modules: Sequence[nn.Module], batch: Nest) -> list[float]:

@@ -71,6 +71,8 @@ class _Slot:
         self.target = nest.replace(target, lambda t: t.detach().clone())
         wanted = iter([tensor.requires_grad for tensor in nest.tensors(given)])
         self.leaves = nest.replace(self.given, lambda t: t.detach().requires_grad_(next(wanted)))
+        self.draws = True
+        """Whether its forward draws random numbers, as far as is known."""
         self.copies: dict[nn.Parameter, Tensor] = {}
         """The weights its forward read, under ``stash``."""
         self.bytes = sum(tensor.nbytes for tensor in nest.tensors(self.given))
@@ -166,9 +168,12 @@ class GraphStage(Stage):
             # What arrives may be memory that the stage before will write again.
             own = nest.replace(given, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
             return super().forward(batch, own, target, scale=scale, version=version)
-        _copy([slot.given, slot.target], [given, target])
-        self.lane.seed(self._seed_of(batch))
+        _copy(slot.given, given)
+        _copy(slot.target, target)
+        if slot.draws:
+            self.lane.seed(self._seed_of(batch))
         slot.forward.replay()
+        slot.draws = slot.draws and self.lane.drew()
         self._taken[batch] = slot
         self._peak = max(self._peak, self.in_flight)
         # Nobody answers a stage with a loss of its own, so nothing says when its output was read.
@@ -186,7 +191,8 @@ class GraphStage(Stage):
         else:
             self._take(gradients, slot)
             self._make_room()
-            self.lane.seed(self._seed_of(batch))
+            if slot.draws and self._rule == "recompute":
+                self.lane.seed(self._seed_of(batch))
             slot.backward.replay()
             self._gather()
             self._free[slot.kind].append(slot)
@@ -223,12 +229,12 @@ class GraphStage(Stage):
         """A free slot for a batch like this one; None if it has to run unrecorded."""
         if not self._records or not self._static:
             return None
-        if not all(map(is_dense, nest.tensors([given, target]))):
-            return None
         free = self._free.get(kind)
         if free:
             return free.popleft()
         if free is None and not self._may_record(kind):
+            return None
+        if not all(map(is_dense, nest.tensors([given, target]))):
             return None
         try:
             self._recording = True
@@ -487,7 +493,7 @@ class GraphStage(Stage):
     def _numbers(self) -> tuple[Any, ...]:
         """What a recorded update has built in: every number of every optimizer, and the clip."""
         groups = [
-            tuple(id(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params")
+            [id(value) if isinstance(value, Tensor) else value for value in group.values()]
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
@@ -533,6 +539,8 @@ def _kind(values: Nest) -> _Kind:
     """What has to be the same for a recording to fit."""
     if isinstance(values, Tensor):
         return (values.shape, values.stride(), values.dtype, values.requires_grad)
+    if values is None:
+        return ()
     return (repr(nest.replace(values, _kind)),)
 
 

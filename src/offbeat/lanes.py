@@ -8,7 +8,7 @@ lane's queue that another lane waits for. The host never waits.
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -57,11 +57,9 @@ class Lane:
         self._stream = torch.cuda.Stream(device)
         self._random = torch.Generator(device)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Whatever is launched inside goes into this lane."""
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def now(self) -> Instant:
         event = torch.cuda.Event(enable_timing=True)
@@ -86,6 +84,10 @@ class Lane:
     def seed(self, seed: int) -> None:
         """Seeds the random numbers of the next replay."""
         self._random.manual_seed(seed)
+
+    def drew(self) -> bool:
+        """Whether the last replay drew random numbers, after a seed."""
+        return bool(self._random.get_offset())
 
     def pool(self) -> Pool:
         return torch.cuda.graph_pool_handle()

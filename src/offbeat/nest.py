@@ -13,6 +13,8 @@ _KNOWN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.devi
 
 def tensors(nest: Nest) -> list[Tensor]:
     """All tensors of a nest, always in the same order."""
+    if isinstance(nest, Tensor):
+        return [nest]
     found: list[Tensor] = []
     replace(nest, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return found

@@ -1,7 +1,6 @@
-"""What layers cost on the device at hand: time, where counting operations would mislead."""
+"""What layers cost on the device at hand, and where to cut so that stages end together."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -14,55 +13,91 @@ from offbeat import nest
 from offbeat.cut import untouched
 from offbeat.lanes import Lane, NotRecordable
 from offbeat.nest import Nest
+from offbeat.partition import balanced_cuts
 from offbeat.stage import precision
 
 _REPEATS = 9
+_TRIES = 6
 
 
-def measured_times(
-    modules: Sequence[nn.Module], batch: Nest, autocast: torch.dtype | None = None
-) -> list[float]:
-    """Seconds of each module's forward and backward, one after the other, nothing else running.
+def measured_cuts(
+    modules: Sequence[nn.Module],
+    batch: Nest,
+    stages: int,
+    *,
+    autocast: torch.dtype | None = None,
+    side_by_side: bool = False,
+) -> list[int]:
+    """Where stages begin so that each takes as long as the others, forward and backward.
 
-    On a GPU the work is recorded first, so that launching it from Python does not count.
+    ``side_by_side``: as long as the others *while they run*, on one GPU. Layers that leave much of
+    it free lose little by company and layers that fill it lose a lot, so times of layers alone
+    mislead: cuts are tried, and layers are charged what their stage took among the others.
     """
-    device = next((t.device for t in nest.tensors(batch)), torch.device("cpu"))
-    value = nest.replace(batch, lambda t: t.clone())
-    times = []
-    for module in modules:
-        work = _Pass(module, value, device, autocast)
-        with untouched([module]), torch.enable_grad():
-            work()
-            times.append(_seconds_on_gpu(work, device) if device.type == "cuda" else _seconds(work))
-        value = nest.replace(work.output, lambda t: t.detach())
-    return times
+    with untouched(modules), torch.enable_grad():
+        passes = _passes(modules, batch, autocast)
+        alone = [seconds_of(work) for work in passes]
+        costs = alone
+        if not side_by_side or stages == 1:
+            return balanced_cuts(costs, stages)
+        tried: dict[tuple[int, ...], float] = {}
+        recorded: dict[tuple[int, int], _Recorded] = {}
+        for _ in range(_TRIES):
+            cuts = balanced_cuts(costs, stages)
+            if tuple(cuts) in tried:
+                break
+            parts = list(pairwise([0, *cuts, len(modules)]))
+            for start, end in parts:
+                if (start, end) not in recorded:
+                    recorded[start, end] = _Recorded(_joined(passes[start:end]))
+            together = _seconds_together([recorded[part] for part in parts])
+            tried[tuple(cuts)] = max(together)
+            costs = [
+                seconds * alone[layer] / sum(alone[start:end])
+                for (start, end), seconds in zip(parts, together, strict=True)
+                for layer in range(start, end)
+            ]
+    return list(min(tried, key=lambda cuts: tried[cuts]))
 
 
 class _Pass:
-    """A forward and a backward of one module on the same input, over and over."""
+    """A forward and a backward of some modules on the same input, over and over."""
 
-    def __init__(
-        self, module: nn.Module, given: Nest, device: torch.device, autocast: torch.dtype | None
-    ) -> None:
-        self._module = module
-        self._given = nest.replace(
-            given, lambda t: t.detach().requires_grad_(t.is_floating_point())
-        )
-        self._precision = partial(precision, device, autocast)
+    def __init__(self, module: nn.Module, given: Nest, autocast: torch.dtype | None) -> None:
+        self.module = module
+        self.given = nest.replace(given, lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        self.autocast = autocast
+        self.device = next((t.device for t in nest.tensors(given)), torch.device("cpu"))
         self._wanted: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-        self._wanted += [t for t in nest.tensors(self._given) if t.requires_grad]
-        self.output: Nest = None
+        self._wanted += [t for t in nest.tensors(self.given) if t.requires_grad]
 
-    def __call__(self) -> None:
-        with self._precision():
-            self.output = self._module(nest.replace(self._given, lambda t: t.clone()))
-        ends = [t for t in nest.tensors(self.output) if t.requires_grad]
+    def __call__(self) -> Nest:
+        with precision(self.device, self.autocast):
+            output = self.module(nest.replace(self.given, lambda t: t.clone()))
+        ends = [t for t in nest.tensors(output) if t.requires_grad]
         if ends and self._wanted:
-            starts: list[Tensor] = [torch.ones_like(end) for end in ends]
+            starts = [torch.ones_like(end) for end in ends]
             torch.autograd.grad(ends, self._wanted, starts, allow_unused=True)
+        return output
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _passes(modules: Sequence[nn.Module], batch: Nest, autocast: torch.dtype | None) -> list[_Pass]:
+    passes = []
+    for module in modules:
+        passes.append(_Pass(module, batch, autocast))
+        batch = nest.replace(passes[-1](), lambda t: t.detach())
+    return passes
+
+
+def _joined(passes: Sequence[_Pass]) -> _Pass:
+    first = passes[0]
+    return _Pass(nn.Sequential(*(work.module for work in passes)), first.given, first.autocast)
+
+
+def seconds_of(work: _Pass) -> float:
+    """The time of a pass when nothing else runs."""
+    if work.device.type == "cuda":
+        return _seconds_together([_Recorded(work)])[0]
     times = []
     for _ in range(_REPEATS):
         start = perf_counter()
@@ -71,21 +106,38 @@ def _seconds(work: Callable[[], Any]) -> float:
     return median(times)
 
 
-def _seconds_on_gpu(work: Callable[[], Any], device: torch.device) -> float:
-    lane = Lane(device)
-    lane.wait_for_caller()
-    with lane.entered():
-        work()
-        try:
-            recording, _ = lane.record(work)
-        except NotRecordable:
-            again: Callable[[], Any] = work
-        else:
-            again = recording.replay
-        marks = [lane.now()]
-        for _ in range(_REPEATS):
-            again()
-            marks.append(lane.now())
-    lane.caller_waits()
-    torch.cuda.synchronize(device)
-    return median(b.seconds_after(a) for a, b in pairwise(marks))
+class _Recorded:
+    """A pass in a lane of its own; launching it from Python does not count."""
+
+    def __init__(self, work: _Pass) -> None:
+        self.lane = Lane(work.device)
+        self.lane.wait_for_caller()
+        self.again: Callable[[], Any] = work
+        with self.lane.entered():
+            work()
+            try:
+                recording, _ = self.lane.record(work)
+                self.again = recording.replay
+            except NotRecordable:
+                pass
+        self.lane.caller_waits()
+
+
+def _seconds_together(recorded: Sequence[_Recorded]) -> list[float]:
+    """The time of a pass in each lane while all are busy."""
+    torch.cuda.synchronize()
+    marks: list[list[Any]] = [[] for _ in recorded]
+    for _ in range(_REPEATS + 1):
+        for passed, work in zip(marks, recorded, strict=True):
+            with work.lane.entered():
+                passed.append(work.lane.now())
+                work.again()
+    for passed, work in zip(marks, recorded, strict=True):
+        passed.append(work.lane.now())
+    torch.cuda.synchronize()
+    # The first pass of a lane starts before the others have theirs.
+    return [
+        passed[-1].seconds_after(passed[1]) / _REPEATS if len(recorded) > 1
+        else median(after.seconds_after(before) for before, after in pairwise(passed[1:]))
+        for passed in marks
+    ]  # fmt: skip

@@ -72,9 +72,9 @@ class Schedule:
 
     def _row(self, stage: int, step: int) -> tuple[Action, ...]:
         return tuple(
-            _shifted(slot, stage, step, self.micro_batches)
+            action
             for slot in self.cycles[stage]
-            if _shifted(slot, stage, step, self.micro_batches).batch >= 0
+            if (action := _shifted(slot, stage, step, self.micro_batches)).batch >= 0
         )
 
     def row(self, stage: int, step: int) -> tuple[Action, ...]:

@@ -15,7 +15,7 @@ from offbeat import checks, nest
 from offbeat.assembly import Recipe
 from offbeat.averaging import Averaging
 from offbeat.averaging.engine import Averager
-from offbeat.cut import CostsOf, Cuts, Model, operation_counts, plan_cut
+from offbeat.cut import Balancing, Cuts, Model, counted_cuts, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
@@ -26,7 +26,7 @@ from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.processes import Processes, processes_launched
-from offbeat.profiling import measured_times
+from offbeat.profiling import measured_cuts
 from offbeat.replicas import Replicas, mean_of, state_of
 from offbeat.schedule import Schedule
 from offbeat.sharding import Sampler, shards_of
@@ -511,7 +511,7 @@ class Trainer:
 
     def _build(self, batch: Nest) -> None:
         """Makes the workers of this process; some need the first batch to know how."""
-        self._cut = self._cut.weighed(batch, self._costs_of)
+        self._cut = self._cut.weighed(batch, self._balancing)
         # Replica 0 is the user's own model; the others of this process are copies of it.
         cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
         self._models = [cut.model for cut in cuts]
@@ -523,10 +523,14 @@ class Trainer:
                 self._workers.append(self._worker(stage, transport))
 
     @property
-    def _costs_of(self) -> CostsOf:
+    def _balancing(self) -> Balancing:
         if self._balance == "counted":
-            return operation_counts
-        return partial(measured_times, autocast=self._recipe.autocast)
+            return counted_cuts
+        return partial(
+            measured_cuts,
+            autocast=self._recipe.autocast,
+            side_by_side=self._streams is not None,
+        )
 
     def _worker(self, stage: Stage, transport: Transport) -> Worker:
         averager = None

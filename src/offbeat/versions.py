@@ -60,12 +60,12 @@ class SavedActivation:
 
     __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, checked: bool = True) -> None:
         self.tensor = tensor.detach()
-        self.version = tensor._version
+        self.version = tensor._version if checked else None
 
     def rebuild(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if self.version is not None and self.tensor._version != self.version:
             raise StageError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs was"
                 " changed by an in-place operation after it was saved; plain PyTorch refuses this"
@@ -110,7 +110,8 @@ class SavedTensors:
         self._parameters = parameters
         self._rule = rule
         self._compiled = compiled
-        """Modules whose code saves buffers it writes (BatchNorm's), and counts the writing."""
+        """Compiled BatchNorm saves statistics that it writes but does not read, and counts it as a
+        change; as it is, it does neither."""
         self.inspected = False
         """Whether a first graph has been looked at, operation by operation."""
 
@@ -145,9 +146,7 @@ class SavedTensors:
                 return graph.add(SavedWeight(parameter, source, tensor))
             if inspection is not None and self._rule == "current":
                 self._refuse_derived(inspection.derived_by(tensor), tensor)
-            if _storage(tensor) in buffers:
-                tensor = tensor.clone()
-            return graph.add(SavedActivation(tensor))
+            return graph.add(SavedActivation(tensor, checked=_storage(tensor) not in buffers))
 
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(pack, _rebuild))

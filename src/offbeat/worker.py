@@ -78,7 +78,7 @@ class Worker:
         self._stages = stages
         self._ledger = ledger
         self._clip = clip
-        self._faults = faults or Faults()
+        self._faults = faults
         self._listeners = range(stages) if listeners is None else listeners
         self._clock = clock
 
@@ -121,7 +121,8 @@ class Worker:
 
     def ready(self) -> bool:
         """Whether the next action, if there is one, has all its messages."""
-        return bool(self.pending) and all(map(self.transport.arrived, self.needs(self.pending[0])))
+        arrived = self.transport.arrived
+        return bool(self.pending) and all([arrived(key) for key in self.needs(self.pending[0])])
 
     def advance(self) -> None:
         """Carries out the next action, waiting for its messages if need be."""
@@ -130,8 +131,9 @@ class Worker:
             if isinstance(action, Task):
                 self._average(action)
                 return
-            first = self._first_update if action.kind == "U" else self._first_batch
-            self._faults.before(Action(self._index, action.kind, first + action.batch))
+            if self._faults is not None:
+                first = self._first_update if action.kind == "U" else self._first_batch
+                self._faults.before(Action(self._index, action.kind, first + action.batch))
             {"F": self._forward, "B": self._backward, "U": self._update}[action.kind](action)
         except Exception as error:
             error.add_note(f"offbeat: this happened at {action} (stage, action, batch).")
@@ -150,7 +152,7 @@ class Worker:
         output, loss = self.stage.forward(
             batch, given, target.values, scale=target.scale, version=version
         )
-        self._faults.after(self._index, self.step, perf_counter() - began)
+        self._slow_down(perf_counter() - began)
         end = self._clock()
         if not self.is_last:
             self.transport.send(Key("activation", self._index + 1, batch), (output, checksum))
@@ -168,7 +170,7 @@ class Worker:
         received = [self.transport.receive(key) for key in self.needs(action)]
         start, began = self._clock(), perf_counter()
         gradients: list[Tensor | None] = self.stage.backward(batch, received[0] if received else [])
-        self._faults.after(self._index, self.step, prepared + perf_counter() - began)
+        self._slow_down(prepared + perf_counter() - began)
         end = self._clock()
         if self._index > 0 and not self._local_losses:
             self.transport.send(Key("gradient", self._index - 1, batch), gradients)
@@ -176,6 +178,10 @@ class Worker:
         if self.pending and self.pending[0].kind == "U":
             self._do_first([] if self.averager is None else self.averager.before_update())
             self._send_norms()
+
+    def _slow_down(self, elapsed_s: float) -> None:
+        if self._faults is not None:
+            self._faults.after(self._index, self.step, elapsed_s)
 
     def _do_first(self, tasks: Sequence[Task]) -> None:
         self.pending.extendleft(reversed(tasks))
