@@ -21,14 +21,11 @@ class Workload:
     rows: int
     bf16: bool
     tokens: int = 0
+    channels_last: bool = False
 
     @property
     def autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self.bf16 else None
-
-    @property
-    def channels_last(self) -> bool:
-        return self.images and self.bf16
 
     def made(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -65,13 +62,14 @@ class Workload:
         return torch.optim.AdamW(params, lr=1e-4, capturable=True)
 
 
-def _resnet(depth: int, rows: int, bf16: bool) -> Workload:
+def _resnet(depth: int, rows: int, precision: str) -> Workload:
     return Workload(
-        name=f"resnet-{depth}-{rows}-{'bf16' if bf16 else 'fp32'}",
+        name=f"resnet-{depth}-{rows}-{precision}",
         model=lambda: resnet(depth),
         images=True,
         rows=rows,
-        bf16=bf16,
+        bf16=precision.startswith("bf16"),
+        channels_last=precision.endswith("channels-last"),
     )
 
 
@@ -89,9 +87,13 @@ def _gpt(layers: int, width: int, rows: int) -> Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        *(_resnet(depth, 128, bf16) for depth in (110, 56, 20) for bf16 in (False, True)),
-        _resnet(56, 512, False),
-        _resnet(20, 512, False),
+        *(
+            _resnet(depth, 128, precision)
+            for depth in (110, 56, 20)
+            for precision in ("fp32", "bf16", "bf16-channels-last")
+        ),
+        _resnet(56, 512, "fp32"),
+        _resnet(20, 512, "fp32"),
         _gpt(16, 256, 8),
         _gpt(12, 768, 8),
     )

@@ -30,7 +30,7 @@ class Recipe:
     device: torch.device
     seed: int
     compile: bool = False
-    lanes: Sequence[Lane] | None = None
+    lanes: Sequence[tuple[Lane, Lane]] | None = None
     """Where each stage queues its work, under the streams engine."""
 
     def stages(
@@ -44,7 +44,7 @@ class Recipe:
         made = []
         for index in here:
             has_loss = heads[index] is not None or index == len(modules) - 1
-            kind = Stage if self.lanes is None else partial(GraphStage, lane=self.lanes[index])
+            kind = Stage if self.lanes is None else partial(GraphStage, lanes=self.lanes[index])
             stage = kind(
                 index,
                 modules[index],

@@ -16,6 +16,9 @@ them. So the order of work alone protects every buffer: a slot is written anew o
 backward that freed it, which waited for the gradient, which was made after the activation had been
 copied.
 
+A stage has two lanes, so that a batch's forward and an older one's backward run side by side; the
+update waits for both, and the next forward for the update.
+
 The first batches of a stage, batches of another shape, and modules that cannot be recorded run as
 in :class:`Stage`, in the same lane.
 """
@@ -33,7 +36,7 @@ from torch.optim import SGD, Muon, Optimizer
 
 from offbeat import nest
 from offbeat.errors import StageError
-from offbeat.lanes import Lane, NotRecordable, Pool, Recording
+from offbeat.lanes import Instant, Lane, NotRecordable, Pool, Recording
 from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
@@ -63,6 +66,10 @@ class _Slot:
     """Of the outputs, as they arrive."""
     sent: list[Tensor | None]
     """Of the inputs."""
+    flown: Instant
+    """When its forward has ended."""
+    landed: Instant | None = None
+    """When its memory may be written again."""
 
     def __init__(self, kind: _Kind, given: Nest, target: Nest) -> None:
         self.kind = kind
@@ -81,8 +88,13 @@ class _Slot:
 class GraphStage(Stage):
     """Queues its work in a lane, and replays recordings where it can."""
 
-    def __init__(self, index: int, module: nn.Module, *, lane: Lane, **settings: Any) -> None:
-        self.lane = lane
+    def __init__(
+        self, index: int, module: nn.Module, *, lanes: tuple[Lane, Lane], **settings: Any
+    ) -> None:
+        self._lanes = lanes
+        self.lane = self.back = lanes[0]
+        self._flown: Instant | None = None
+        self._updated: Instant | None = None
         self._records = True
         self._static = True  # weights and gradients keep their place
         self._recording = False
@@ -100,8 +112,8 @@ class GraphStage(Stage):
         self._forget_recordings()
         super().__init__(index, module, **settings)
 
-    def entered(self) -> AbstractContextManager[None]:
-        return self.lane.entered()
+    def entered(self, kind: str) -> AbstractContextManager[None]:
+        return self.lane.entered() if kind == "F" else self.back.entered()
 
     def follow(
         self,
@@ -125,6 +137,10 @@ class GraphStage(Stage):
             self._followed = followed
             self._forget_recordings()
             self._static = self._records and kept_versions == 0
+            # A backward that runs no forward again leaves alone what a forward writes, so that the
+            # two need not wait for each other; without a lag they are one after the other anyway.
+            apart = self._static and in_flight > 0 and rule != "recompute"
+            self.back = self._lanes[1] if apart else self.lane
 
     def discard(self) -> None:
         super().discard()
@@ -160,6 +176,8 @@ class GraphStage(Stage):
         scale: float = 1.0,
         version: int | None = None,
     ) -> tuple[Nest, Tensor | None]:
+        if self._updated is not None:
+            self.lane.wait(self._updated)
         self._addresses[batch] = [getattr(t, "awaits", None) for t in nest.tensors(given)]
         kind = (_kind(given), _kind(target), scale, self.module.training)
         slot = self._slot_for(kind, given, target)
@@ -167,13 +185,18 @@ class GraphStage(Stage):
             self._kinds[batch] = kind
             # What arrives may be memory that the stage before will write again.
             own = nest.replace(given, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
-            return super().forward(batch, own, target, scale=scale, version=version)
+            found = super().forward(batch, own, target, scale=scale, version=version)
+            self._flown = self.lane.now()
+            return found
+        if slot.landed is not None:
+            self.lane.wait(slot.landed)
         _copy(slot.given, given)
         _copy(slot.target, target)
         if slot.draws:
             self.lane.seed(self._seed_of(batch))
         slot.forward.replay()
         slot.draws = slot.draws and self.lane.drew()
+        slot.flown = self._flown = self.lane.now()
         self._taken[batch] = slot
         self._peak = max(self._peak, self.in_flight)
         # Nobody answers a stage with a loss of its own, so nothing says when its output was read.
@@ -186,18 +209,25 @@ class GraphStage(Stage):
 
     def backward(self, batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         slot = self._taken.pop(batch, None)
+        places = self._addresses.pop(batch)
         if slot is None:
-            sent = self._backward_unrecorded(batch, gradients)
-        else:
-            self._take(gradients, slot)
-            self._make_room()
-            if slot.draws and self._rule == "recompute":
-                self.lane.seed(self._seed_of(batch))
-            slot.backward.replay()
-            self._gather()
-            self._free[slot.kind].append(slot)
-            sent = slot.sent
-        return _delivered(sent, self._addresses.pop(batch))
+            # Autograd goes back where it went forward.
+            self.lane.wait(self.back.now())
+            with self.lane.entered():
+                sent = _delivered(self._backward_unrecorded(batch, gradients), places)
+            self.back.wait(self.lane.now())
+            return sent
+        self.back.wait(slot.flown)
+        self._take(gradients, slot)
+        self._make_room()
+        if slot.draws and self._rule == "recompute":
+            self.lane.seed(self._seed_of(batch))
+        slot.backward.replay()
+        self._gather()
+        sent = _delivered(slot.sent, places)
+        slot.landed = self.back.now()
+        self._free[slot.kind].append(slot)
+        return sent
 
     def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> None:
         self._show_gradients()
@@ -213,6 +243,8 @@ class GraphStage(Stage):
 
     def update(self) -> None:
         self._show_gradients()
+        if self._flown is not None:
+            self.back.wait(self._flown)  # forwards read the weights that are written now
         self._save_version_in_use()
         recording = self._recorded_update()
         if recording is None:
@@ -222,6 +254,7 @@ class GraphStage(Stage):
         self._gathered = 0
         self._clip_to = None
         self._end_update()
+        self._updated = self.back.now()
 
     # ---------------------------------------------------------------- slots
 
@@ -230,7 +263,10 @@ class GraphStage(Stage):
         if not self._records or not self._static:
             return None
         free = self._free.get(kind)
-        if free:
+        # Within a step, a slot more than are in flight lets a forward begin before the backward
+        # that frees the oldest has ended.
+        enough = 1 if self._gathered == 0 or self.back is self.lane else 2
+        if free and (len(free) >= enough or len(free) + len(self._taken) > self._peak):
             return free.popleft()
         if free is None and not self._may_record(kind):
             return None
@@ -266,7 +302,7 @@ class GraphStage(Stage):
         again = self._rule == "recompute"
         # What a slot's forward leaves behind is its own until its backward. What a backward needs
         # only for itself may lie where the other slots' backwards have theirs.
-        self._pool = self._pool or self.lane.pool()
+        self._pool = self._pool or self.back.pool()
         stashed = None
         if self._rule == "stash":
             slot.copies = {p: torch.empty_like(p).detach() for p in self._stashed_weights}
@@ -325,10 +361,11 @@ class GraphStage(Stage):
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if outputs and wanted:
             found = torch.autograd.grad(outputs, wanted, starts, allow_unused=True)
-        for (parameter, place), gradient in zip(places, found[len(inputs) :], strict=True):
+        of_weights = found[len(inputs) :]
+        for (parameter, _), gradient in zip(places, of_weights, strict=True):
             if gradient is None:
                 raise self._uneven(parameter)
-            place.copy_(gradient)
+        torch._foreach_copy_([place for _, place in places], _tensors(of_weights))
         of_inputs = iter(found)
         return [next(of_inputs) if tensor.requires_grad else None for tensor in flight.inputs]
 
@@ -396,8 +433,7 @@ class GraphStage(Stage):
         for parameter, place, gradient in zip(self._trainable, self._fresh, found, strict=True):
             if (place is None) != (gradient is None):
                 raise self._uneven(parameter)
-            if place is not None and gradient is not None:
-                place.copy_(gradient)
+        torch._foreach_copy_(_tensors(self._fresh), _tensors(found))
         self._gather()
         return sent
 
@@ -430,8 +466,8 @@ class GraphStage(Stage):
             self._add_to_sums()
             if self._records:
                 self._adding = (
-                    self.lane.record(self._copy_to_sums)[0],
-                    self.lane.record(self._add_to_sums)[0],
+                    self.back.record(self._copy_to_sums)[0],
+                    self.back.record(self._add_to_sums)[0],
                 )
         else:
             self._adding[1].replay()
@@ -480,7 +516,7 @@ class GraphStage(Stage):
             return None
         try:
             self._recording = True
-            recording, _ = self.lane.record(self._clip_and_step)
+            recording, _ = self.back.record(self._clip_and_step)
         except NotRecordable as error:
             self._say_unrecorded(str(error))
             self._update_records = False

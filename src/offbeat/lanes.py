@@ -37,6 +37,13 @@ class Instant:
         return elapsed_s + self.shift_s - earlier.shift_s
 
 
+def marked(stream: torch.cuda.Stream | None = None) -> Instant:
+    """A mark at the end of a queue, by default of the one that is entered."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return Instant(event)
+
+
 class NotRecordable(Exception):
     """Something launched inside cannot be replayed: where, and what CUDA says."""
 
@@ -62,9 +69,7 @@ class Lane:
         return torch.cuda.stream(self._stream)
 
     def now(self) -> Instant:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return Instant(event)
+        return marked(self._stream)
 
     def wait(self, instant: Instant) -> None:
         self._stream.wait_event(instant.event)
@@ -76,10 +81,6 @@ class Lane:
     def caller_waits(self) -> None:
         """The same the other way round."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keeps memory of another lane from being used anew before this lane has read it."""
-        tensor.record_stream(self._stream)
 
     def seed(self, seed: int) -> None:
         """Seeds the random numbers of the next replay."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.cut import untouched
+from offbeat.cut import operation_counts, untouched
 from offbeat.lanes import Lane, NotRecordable
 from offbeat.nest import Nest
 from offbeat.partition import balanced_cuts
@@ -37,27 +37,27 @@ def measured_cuts(
     with untouched(modules), torch.enable_grad():
         passes = _passes(modules, batch, autocast)
         alone = [seconds_of(work) for work in passes]
-        costs = alone
         if not side_by_side or stages == 1:
-            return balanced_cuts(costs, stages)
+            return balanced_cuts(alone, stages)
         tried: dict[tuple[int, ...], float] = {}
         recorded: dict[tuple[int, int], _Recorded] = {}
+        costs = operation_counts(modules, batch)
         for _ in range(_TRIES):
-            cuts = balanced_cuts(costs, stages)
-            if tuple(cuts) in tried:
+            cuts = tuple(balanced_cuts(costs, stages))
+            if cuts in tried:
                 break
             parts = list(pairwise([0, *cuts, len(modules)]))
             for start, end in parts:
                 if (start, end) not in recorded:
                     recorded[start, end] = _Recorded(_joined(passes[start:end]))
             together = _seconds_together([recorded[part] for part in parts])
-            tried[tuple(cuts)] = max(together)
+            tried[cuts] = max(together)
             costs = [
                 seconds * alone[layer] / sum(alone[start:end])
                 for (start, end), seconds in zip(parts, together, strict=True)
                 for layer in range(start, end)
             ]
-    return list(min(tried, key=lambda cuts: tried[cuts]))
+    return list(min(tried, key=tried.__getitem__))
 
 
 class _Pass:

@@ -107,8 +107,8 @@ class Stage:
         self._local_loss = local_loss
         self._old.clear()
 
-    def entered(self) -> AbstractContextManager[None]:
-        """The context in which its work is to be launched."""
+    def entered(self, kind: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """The context in which an action of this kind is to be launched."""
         return nullcontext()
 
     # ---------------------------------------------------------------- the three operations

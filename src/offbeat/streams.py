@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.graphs import GraphStage
 from offbeat.lanes import Instant, Lane
 from offbeat.ledger import Event, Ledger
 from offbeat.transport import Key
@@ -25,15 +25,15 @@ class Streams:
     """The lanes of a trainer: what runs in them, and the order between them and the caller."""
 
     def __init__(self, stages: int, device: torch.device, ledger: Ledger) -> None:
-        self.lanes = [Lane(device) for _ in range(stages)]
-        self.ledger = LateLedger(ledger, self.lanes[-1])
+        self.lanes = [(Lane(device), Lane(device)) for _ in range(stages)]
+        self.ledger = LateLedger(ledger, self.lanes[-1][0])
         self.transport = LaneMemory()
         self._ahead: deque[Instant] = deque()
 
     def run(self, workers: Sequence[Worker]) -> None:
         """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
         run_in_turn(workers)
-        self._ahead.append(self.lanes[-1].now())
+        self._ahead.append(self.lanes[-1][0].now())
         # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
         if len(self._ahead) > 2 * len(self.lanes) + 2:
             self._ahead.popleft().event.synchronize()
@@ -41,12 +41,13 @@ class Streams:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Lets the caller's own stream see all work queued so far, and lanes what it does."""
-        for lane in self.lanes:
+        lanes = list(chain.from_iterable(self.lanes))
+        for lane in lanes:
             lane.caller_waits()
         try:
             yield
         finally:
-            for lane in self.lanes:
+            for lane in lanes:
                 lane.wait_for_caller()
 
 
@@ -107,8 +108,3 @@ class LateLedger:
         # Times are 32-bit floats on the device: a new zero keeps them exact in long runs.
         self._zero_s = end_s
         self._zero = rows[-1][5]
-
-
-def lane_of(worker: Worker) -> Lane:
-    assert isinstance(worker.stage, GraphStage)
-    return worker.stage.lane

@@ -19,7 +19,7 @@ from offbeat.cut import Balancing, Cuts, Model, counted_cuts, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
-from offbeat.graphs import GraphStage
+from offbeat.lanes import marked
 from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
@@ -545,7 +545,7 @@ class Trainer:
             faults=self._faults,
             averager=averager,
             listeners=self._listeners,
-            clock=stage.lane.now if isinstance(stage, GraphStage) else perf_counter,
+            clock=perf_counter if self._streams is None else marked,
         )
 
     @property

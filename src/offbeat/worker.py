@@ -122,7 +122,7 @@ class Worker:
     def ready(self) -> bool:
         """Whether the next action, if there is one, has all its messages."""
         arrived = self.transport.arrived
-        return bool(self.pending) and all([arrived(key) for key in self.needs(self.pending[0])])
+        return bool(self.pending) and all(arrived(key) for key in self.needs(self.pending[0]))
 
     def advance(self) -> None:
         """Carries out the next action, waiting for its messages if need be."""
@@ -284,10 +284,10 @@ def run_in_turn(workers: Iterable[Worker]) -> None:
     while moved:
         moved = False
         for worker in workers:
-            with worker.stage.entered():
-                while worker.ready():
+            while worker.ready():
+                with worker.stage.entered(worker.pending[0].kind):
                     worker.advance()
-                    moved = True
+                moved = True
     _refuse_stuck(workers)
 
 

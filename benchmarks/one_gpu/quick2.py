@@ -1,37 +1,21 @@
 import sys, time, os, collections, statistics
 import torch, offbeat
 from offbeat.methods import PipeDream, StaleWeights
-from offbeat import streams, lanes
 from benchmarks.one_gpu.workloads import WORKLOADS
 from benchmarks.one_gpu.contestants import graph
 from benchmarks.one_gpu.run import turn
 torch.backends.cudnn.benchmark=True
 torch.set_float32_matmul_precision("high")
-Base=lanes.Lane
-def with_priority(table):
-    made=iter(table)
-    class L(Base):
-        def __init__(self, device):
-            super().__init__(device)
-            p=next(made, 0)
-            if p: self._stream=torch.cuda.Stream(device, priority=p)
-    return L
 for name in sys.argv[1:]:
     w=WORKLOADS[name]; b=w.batches()
     g=graph(w); base=statistics.median(turn(g,b,20) for _ in range(3)); print(name,'graph',round(base,3),flush=True)
     for K in (4,8):
-        cuts=None
-        for label,bal,prio in [('counted','counted',None),('together','measured',None),('together, early high','measured',[-5+ (5*k)//K for k in range(K)]),('counted, early high','counted',[-5+(5*k)//K for k in range(K)])]:
-            streams.Lane = Base if prio is None else with_priority(prio)
+        for label,method in [('2(K-1-k)',StaleWeights()),('K-1-k',PipeDream(backward='current'))]:
             t=time.perf_counter()
-            kw=dict(stages=K,balance=bal)
-            if bal=='measured' and cuts is not None: kw=dict(cuts=cuts)
-            tr=offbeat.Trainer(w.made(),loss=w.loss,optimizer=w.optimizer,method=PipeDream(backward='current'),autocast=w.autocast,engine='streams',**kw)
+            tr=offbeat.Trainer(w.made(),loss=w.loss,optimizer=w.optimizer,method=method,autocast=w.autocast,engine='streams',stages=K,balance='measured')
             for i in range(50): tr.step(*b[i%8])
             torch.cuda.synchronize(); t=time.perf_counter()-t
-            if bal=='measured': cuts=list(tr.cuts)
             ms=statistics.median(turn(tr.step,b,40) for _ in range(3))
-            # host time alone
             torch.cuda.synchronize(); h=time.perf_counter()
             for i in range(8): tr.step(*b[i%8])
             h=(time.perf_counter()-h)/8*1e3
@@ -39,5 +23,5 @@ for name in sys.argv[1:]:
             d=collections.defaultdict(list)
             for e in list(tr.ledger)[-3*K*60:]: d[(e.stage,e.kind)].append((e.end_s-e.start_s)*1e3)
             d={k:statistics.median(v) for k,v in d.items()}
-            print(name,K,label,'%.3f ms ratio %.2f host %.2f warm %.1f s'%(ms,base/ms,h,t),tr.cuts,[round(d[k,'F']+d[k,'B']+d[k,'U'],1) for k in range(K)],flush=True)
+            print(name,K,label,'%.3f ms ratio %.2f host %.2f warm %.1f s'%(ms,base/ms,h,t),tr.cuts,[(round(d[k,'F'],1),round(d[k,'B'],1)) for k in range(K)],flush=True)
             del tr
