@@ -57,7 +57,8 @@ def measured_cuts(
                 for (start, end), seconds in zip(parts, together, strict=True)
                 for layer in range(start, end)
             ]
-    return list(min(tried, key=tried.__getitem__))
+    best = min(tried.values())
+    return next(list(cuts) for cuts, seconds in tried.items() if seconds == best)
 
 
 class _Pass:

@@ -1,5 +1,7 @@
 """The streams engine: all stages in one process, each in a lane of its own on one GPU."""
 
+import os
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from offbeat.transport import Key
 from offbeat.transport.memory import Memory
 from offbeat.worker import Worker, run_in_turn
 
+_QUEUES = 8
+"""How many streams a GPU keeps apart unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
 _UNSETTLED = 4096
 """Entries of which the times are still on the GPU, before they are asked for."""
 
@@ -25,7 +29,18 @@ class Streams:
     """The lanes of a trainer: what runs in them, and the order between them and the caller."""
 
     def __init__(self, stages: int, device: torch.device, ledger: Ledger) -> None:
-        self.lanes = [(Lane(device), Lane(device)) for _ in range(stages)]
+        queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES))
+        if stages > queues:
+            warnings.warn(
+                f"{stages} stages share {queues} hardware queues of the GPU and wait for each"
+                " other there: set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first use of CUDA.",
+                stacklevel=3,
+            )
+        self.lanes: list[tuple[Lane, Lane]] = []
+        for _ in range(stages):
+            lane = Lane(device)
+            # Forward and backward go side by side where that leaves every lane its own queue.
+            self.lanes.append((lane, Lane(device) if 2 * stages <= queues else lane))
         self.ledger = LateLedger(ledger, self.lanes[-1][0])
         self.transport = LaneMemory()
         self._ahead: deque[Instant] = deque()
