@@ -29,6 +29,9 @@ LAYERS: list[set[str]] = [
         "optimizers",
         "faults",
         "averaging",
+        "lanes",
+        "graphs",
+        "compiled",
     },
     {
         "cut",
@@ -41,6 +44,8 @@ LAYERS: list[set[str]] = [
         "sharding",
         "trunk",
         "traced",
+        "streams",
+        "profiling",
     },
     {"zoo", "report", "runs", "experiment", "training", "study", "cli", "__main__"},
 ]
