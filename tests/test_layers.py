@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
         "optimizers",
         "faults",
         "averaging",
+        "corrections",
     },
     {
         "cut",

@@ -1,6 +1,7 @@
 """What a trainer refuses, and in which words."""
 
 import warnings
+from collections.abc import Sequence
 from zlib import crc32
 
 import torch
@@ -8,11 +9,13 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, averaging_named
+from offbeat.corrections import Correction, correction_named
 from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory
+from offbeat.schedule import Schedule
 from offbeat.stage import Loss
 
 
@@ -24,6 +27,34 @@ def checked_method(method: Method | str) -> Method:
             f"method={method!r}: give an object such as StaleWeights(), or its name as a string."
         )
     return method
+
+
+def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correction, ...]:
+    """The corrections as objects, each kind once."""
+    if isinstance(corrections, str | Correction):
+        raise ConfigurationError(
+            f"corrections={corrections!r}: give a list, as in corrections=[{corrections!r}]."
+        )
+    made = tuple(correction_named(c) if isinstance(c, str) else c for c in corrections)
+    for correction in made:
+        if not isinstance(correction, Correction):
+            raise ConfigurationError(
+                f"corrections={corrections!r}: give objects from offbeat.corrections, such as"
+                " Predict(), or their names."
+            )
+        if sum(type(other) is type(correction) for other in made) > 1:
+            raise ConfigurationError(f"corrections: {correction.name} is there twice: give one.")
+    return made
+
+
+def check_corrections_fit(
+    corrections: Sequence[Correction], method: Method, schedule: Schedule
+) -> None:
+    """Refuses what a method with lag would make pointless."""
+    if any(schedule.lags):
+        reads_old = any(map(schedule.kept_versions, range(schedule.stages)))
+        for correction in corrections:
+            correction.check_rule(method.rule, reads_old_versions=reads_old)
 
 
 def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averaging | None:

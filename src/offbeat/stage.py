@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat import nest
 from offbeat.buffers import WrittenBuffers
+from offbeat.corrections.corrector import Corrector
 from offbeat.errors import StageError
 from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
@@ -30,6 +31,8 @@ class _Flight:
     given: Nest
     target: Nest
     scale: float
+    lent: bool = False
+    """Whether its forward used weights with a storage of their own, which no update writes."""
     graph: Graph = field(default_factory=Graph)
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -60,6 +63,7 @@ class Stage:
         self.version = 0
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[LRScheduler] = []
+        self.corrector = Corrector()
         self._loss = loss
         self._head = head
         self._seed = seed
@@ -118,7 +122,10 @@ class Stage:
                 f"stage {self.index}: batch {batch} asks for version {read} of the weights; there"
                 f" are {sorted(self._old)} and the newest, {self.version}."
             )
-        with weights_set_to(self._trainable, self._old.get(read)):
+        old = self._old.get(read)
+        weights = self.corrector.forward_weights(batch, read, self.version, old)
+        flight.lent = weights is not None
+        with weights_set_to(self._trainable, weights):
             if self._rule == "recompute":
                 with torch.no_grad(), self._buffers.restored():
                     output, loss = self._run(batch, flight, given)
@@ -136,36 +143,41 @@ class Stage:
         """
         flight = self._flights[batch]
         if self._rule == "recompute" and not flight.outputs:
-            self._build_graph(batch, flight, flight.given)
+            with self._backward_weights(batch):
+                self._build_graph(batch, flight, flight.given)
 
     def backward(self, batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds a micro-batch's gradient to the weights'; returns the gradients of its inputs."""
         self.prepare(batch)
         flight = self._flights[batch]
-        if flight.loss is not None:
-            start = None if flight.scale == 1.0 else flight.loss.new_tensor(flight.scale)
-            torch.autograd.backward([flight.loss], [start])
-        else:
-            pairs = [
-                (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
-                for output, gradient in zip(flight.outputs, gradients, strict=True)
-                if gradient is not None and output.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        with self._backward_weights(batch):
+            if flight.loss is not None:
+                start = None if flight.scale == 1.0 else flight.loss.new_tensor(flight.scale)
+                torch.autograd.backward([flight.loss], [start])
+            else:
+                pairs = [
+                    (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
+                    for output, gradient in zip(flight.outputs, gradients, strict=True)
+                    if gradient is not None and output.requires_grad
+                ]
+                if pairs:
+                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        self.corrector.arrived(batch)
         del self._flights[batch]
         return [tensor.grad for tensor in flight.inputs]
 
     def update(self) -> None:
         """Applies the gathered gradients: one optimizer step, one more version."""
         self._save_version_in_use()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with self.corrector.update(self.version):
+            for optimizer in self.optimizers:
+                optimizer.step()
         for parameter in self._trainable:
             parameter.grad = None
         for scheduler in self.schedulers:
             scheduler.step()
         self.version += 1
+        self.corrector.observe()
         alive = {f.version for f in self._flights.values() if f.graph.weights} | set(self._old)
         if self._rule == "stash" or self._kept_versions:
             self._peak_versions = max(self._peak_versions, len(alive | {self.version}))
@@ -282,6 +294,11 @@ class Stage:
 
     # ---------------------------------------------------------------- versions and memory
 
+    def _backward_weights(self, batch: int) -> AbstractContextManager[None]:
+        """Lends the module what a correction wants a backward to see instead of the newest."""
+        weights = self.corrector.backward_weights(batch, self.version)
+        return weights_set_to(self._trainable, weights)
+
     def _save_version_in_use(self) -> None:
         """Lets the update write beside the values that something in flight still needs."""
         if self._kept_versions:
@@ -289,7 +306,8 @@ class Stage:
             for version in [v for v in self._old if v <= self.version - self._kept_versions]:
                 del self._old[version]
         elif self._rule == "stash":
-            graphs = [f.graph for f in self._flights.values() if f.version == self.version]
+            flights = [f for f in self._flights.values() if not f.lent]
+            graphs = [f.graph for f in flights if f.version == self.version]
             needed = set().union(*(graph.weights for graph in graphs))
             move_to_fresh_storage(p for p in self._trainable if p in needed)
 
@@ -297,6 +315,7 @@ class Stage:
         """Forgets everything in flight, and gradients that were not applied."""
         self._flights.clear()
         self._old.clear()
+        self.corrector.forget()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -13,6 +13,8 @@ from offbeat import checks, nest
 from offbeat.assembly import Recipe
 from offbeat.averaging import Averaging
 from offbeat.averaging.engine import Averager
+from offbeat.corrections import Correction
+from offbeat.corrections.corrector import Corrector, Fill
 from offbeat.cut import Cuts, Model, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
@@ -59,6 +61,8 @@ class Trainer:
     ``loss``       ``loss(output, target)``, one number, a mean over rows.
     ``optimizer``  called once per stage with its parameters; may return several optimizers.
     ``method``     an object from :mod:`offbeat.methods`, or its name.
+    ``corrections``  what makes its staleness less harmful: objects from
+                   :mod:`offbeat.corrections`, or their names; they find the lag by themselves.
     ``stages``     how many, cut where the counted cost of the first batch's forward balances;
                    ``cuts=[7]`` begins the next stage at child 7, ``cuts=["transformer.h.6"]`` at
                    that block; ``ppv=(7,)`` ends one after the 7th conv or linear layer.
@@ -90,6 +94,7 @@ class Trainer:
         loss: Loss,
         optimizer: OptimizerFactory,
         method: Method | str = Synchronous(),  # noqa: B008 -- a frozen value
+        corrections: Sequence[Correction | str] = (),
         stages: int | None = None,
         cuts: Cuts | None = None,
         ppv: Sequence[int] | None = None,
@@ -110,6 +115,9 @@ class Trainer:
         asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
         checks.warn_of_one_stage(method, self._cut.stages, asked)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
+        self._corrections = checks.checked_corrections(corrections)
+        for (phase, _), schedule in zip(self._phases, self._schedules, strict=True):
+            checks.check_corrections_fit(self._corrections, phase, schedule)
         self._device = checks.device_of(self._cut.model)
         self._clip = checks.checked_clip(clip)
         self._faults = faults
@@ -131,7 +139,8 @@ class Trainer:
         self._transports: Sequence[Transport] = Meeting(replicas).rows
         if checks.chosen_engine(engine, processes_launched()) == "processes":
             self._processes = Processes(self._cut.stages, replicas, self._device, timeout)
-            seed = self._processes.agree_on_setup(self._cut.model, method, self.averaging, seed)
+            how = (method, self.averaging, self._corrections)
+            seed = self._processes.agree_on_setup(self._cut.model, *how, seed)
             self._here = range(self._processes.replica, self._processes.replica + 1)
             self._transports = [self._processes.transport]
         self._recipe = Recipe(
@@ -156,6 +165,11 @@ class Trainer:
     def method(self) -> Method:
         """The method that runs now (under ``Phases``: the present phase)."""
         return self._phases[0][0]
+
+    @property
+    def corrections(self) -> tuple[Correction, ...]:
+        """What makes staleness less harmful, at the stages that lag."""
+        return self._corrections
 
     @property
     def stages(self) -> int:
@@ -323,11 +337,20 @@ class Trainer:
         schedule, method = self._schedule, self.method
         for worker in self._workers:
             index = worker.stage.index
+            fill = Fill(
+                lag=schedule.lags[index],
+                rule=method.rule,
+                reads_old_versions=schedule.kept_versions(index) > 0,
+                micro_batches=schedule.micro_batches,
+                first_batch=self._next_batch,
+                first_update=worker.stage.version,
+            )
+            worker.stage.corrector.begin(fill, worker.stage.optimizers)
             worker.stage.follow(
                 method.rule,
                 in_flight=schedule.in_flight(index),
                 kept_versions=schedule.kept_versions(index),
-                shrink=method.shrink,
+                shrink=method.shrink * worker.stage.corrector.shrinkage,
                 local_loss=schedule.local_losses,
             )
             worker.begin(schedule, self._next_batch)
@@ -481,6 +504,12 @@ class Trainer:
                 self._workers.append(self._worker(stage, transport))
 
     def _worker(self, stage: Stage, transport: Transport) -> Worker:
+        stage.corrector = Corrector(
+            self._corrections,
+            stage=stage.index,
+            stages=self.stages,
+            parameters=[p for p in stage.parameters if p.requires_grad],
+        )
         averager = None
         if self.averaging is not None:
             averager = Averager(self.averaging, stage, self.replicas, transport, self._ledger)
