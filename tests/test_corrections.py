@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +32,8 @@ from helpers import (
     vector_batches,
 )
 from offbeat.averaging import DaSGD
+from offbeat.cli import main
+from offbeat.cli.train import read_experiment
 from offbeat.corrections import (
     CORRECTIONS,
     ClipPerStage,
@@ -51,6 +56,7 @@ from offbeat.corrections.predict import Prediction
 from offbeat.corrections.rewind import Rewinding
 from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
+from offbeat.experiment import Choice, Experiment
 from offbeat.methods import (
     ADL,
     DGL,
@@ -65,7 +71,9 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
+from offbeat.runs import Run
 from offbeat.stage import Stage
+from offbeat.training import corrections_of
 from offbeat.worker import shuffled
 
 ZERO_LAG = [DSP(lag=(0, 0, 0), backward=rule) for rule in RULES]
@@ -727,3 +735,56 @@ def test_an_optimizer_that_does_not_fit_gets_words(
     trainer = trainer_for(mlp(), PipeDream(), optimizer, cuts=[2], corrections=[correction])
     with pytest.raises(ConfigurationError, match=words):
         trainer.step(*vector_batches(1)[0])
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def test_corrections_come_by_flags_and_by_file_alike(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'correction = ["predict:horizon=lag", {name = "clip-per-stage", norm = 2.0}]\n'
+        'method = "pipedream"\n'
+    )
+    flags = {"correction": ["predict:horizon=lag", "clip-per-stage:norm=2.0"]}
+    from_file = read_experiment(str(file), {})
+    assert from_file == read_experiment(None, flags | {"method": "pipedream"})
+    assert corrections_of(from_file) == [Predict(horizon="lag"), ClipPerStage(norm=2.0)]
+    assert Experiment.read(json.loads(json.dumps(from_file.as_dict()))) == from_file
+    assert read_experiment(str(file), {"correction": ["shrink"]}).correction == (Choice("shrink"),)
+
+
+def test_a_run_stores_its_corrections(tmp_path: Path, capsys: Any) -> None:
+    line = f"train --method pipedream --stages 2 --epochs 1 --out {tmp_path / 'run'}"
+    with pytest.raises(SystemExit) as left:
+        main([*line.split(), "--correction", "extrapolate", "--correction", "rate-by-lag:plus=0"])
+    assert not left.value.code
+    assert "update extrapolation, learning rate by lag" in capsys.readouterr().out
+    assert Run.load(tmp_path / "run").config["correction"] == [
+        {"name": "extrapolate", "settings": {}},
+        {"name": "rate-by-lag", "settings": {"plus": 0}},
+    ]
+
+
+def test_the_list_of_corrections(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["corrections", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == [correction.name for correction in CORRECTIONS]
+    with pytest.raises(SystemExit):
+        main(["corrections"])
+    assert "predict:horizon=lag" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("predikt", "Did you mean 'predict'"), ("shrink:beta=3", "beta=3.*at most 1")],
+)
+def test_a_mistyped_correction_is_one_line(
+    flag: str, words: str, capsys: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--stages", "2", "--method", "pipedream", "--out", str(tmp_path / "run"),
+              "--correction", flag])  # fmt: skip
+    assert left.value.code == 2
+    assert re.match(f"Error: .*{words}", capsys.readouterr().err)

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from offbeat import __version__
 from offbeat.averaging import Averaging, averaging_named
+from offbeat.corrections import Correction, correction_named
 from offbeat.errors import ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
@@ -155,6 +156,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         loss=data.loss,
         optimizer=optimizer_factory(experiment),
         method=method_of(experiment, steps_per_epoch),
+        corrections=corrections_of(experiment),
         stages=experiment.stages,
         cuts=cuts,
         ppv=experiment.ppv or None,
@@ -183,6 +185,10 @@ def method_of(experiment: Experiment, steps_per_epoch: int) -> Method:
     if experiment.hybrid is None:
         return method
     return Phases((method, experiment.hybrid * steps_per_epoch), (Synchronous(), None))
+
+
+def corrections_of(experiment: Experiment) -> list[Correction]:
+    return [correction_named(choice.name, **choice.settings) for choice in experiment.correction]
 
 
 def averaging_of(experiment: Experiment) -> Averaging | None:

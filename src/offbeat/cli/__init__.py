@@ -1,7 +1,7 @@
-"""The command line: methods, schedule, timeline, train, study, report.
+"""The command line: methods, corrections, schedule, timeline, train, study, report.
 
-Only a command that trains may import torch, and only when it runs, so that every other answer, help
-included, is there at once.
+Only a command that trains or lists corrections may import torch, and only when it runs, so that
+every other answer, help included, is there at once.
 """
 
 import json
@@ -106,6 +106,42 @@ def methods(as_json: JsonOption = False) -> None:
         "\nlag: updates between a batch's forward and the application of its gradient, at"
         "\nstage k = 0 ... K-1 of K; M micro-batches per update divide it by M, rounded up."
         "\ncopies: of the weights, per stage. backward: the weights it sees, by default."
+    )
+
+
+@app.command()
+def corrections(as_json: JsonOption = False) -> None:
+    """List the corrections: what each changes, its settings, memory, paper."""
+    from offbeat.corrections import CORRECTIONS
+
+    rows = [
+        {
+            "name": kind.name,
+            "acts_on": kind.acts_on,
+            "settings": {f.name: f.default for f in fields(kind)},
+            "weight_copies": kind.memory,
+            "reference": kind.reference,
+        }
+        for kind in CORRECTIONS
+    ]
+    if as_json:
+        _print_json(rows)
+        return
+    head = ["name", "acts on", "settings", "copies", "reference"]
+    body = [
+        [
+            str(row["name"]),
+            str(row["acts_on"]),
+            ",".join(f"{f.name}={f.default}" for f in fields(kind)) or "-",
+            str(row["weight_copies"]),
+            str(row["reference"]),
+        ]
+        for kind, row in zip(CORRECTIONS, rows, strict=True)
+    ]
+    _print_columns([head, *body])
+    typer.echo(
+        "\ncopies: further ones of a stage's weights, D being its lag. A stage without lag is left"
+        "\nalone by all of them. As in: offbeat train --correction predict:horizon=lag"
     )
 
 

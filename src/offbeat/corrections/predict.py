@@ -43,7 +43,7 @@ class Predict(Correction):
     name = "predict"
     title = "Weight prediction"
     acts_on = "forward weights"
-    memory = "1 per version in flight; difference: 1 more"
+    memory = "1 per version in flight; difference: 2 more"
     reference = "Kosson et al. 2021, arXiv 2003.11666; Chen et al. 2018, arXiv 1809.02839"
 
     direction: Direction = "optimizer"
