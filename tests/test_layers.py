@@ -15,7 +15,7 @@ PACKAGE = Path(offbeat.__file__).parent
 
 # A module may import its own layer and those below. Everything is in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"schedule", "table", "methods", "ledger", "errors", "timeline", "partition"},
+    {"schedule", "table", "methods", "ledger", "errors", "timeline", "partition", "readings"},
     {
         "nest",
         "rng",
@@ -41,6 +41,7 @@ LAYERS: list[set[str]] = [
         "replicas",
         "sharding",
         "trunk",
+        "probing",
         "traced",
     },
     {"zoo", "report", "runs", "experiment", "training", "study", "cli", "__main__"},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, averaging_named
-from offbeat.corrections import Correction, correction_named
+from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
@@ -55,6 +55,27 @@ def check_corrections_fit(
         reads_old = any(map(schedule.kept_versions, range(schedule.stages)))
         for correction in corrections:
             correction.check_rule(method.rule, reads_old_versions=reads_old)
+
+
+def checked_monitor(monitor: Monitor | None) -> Monitor | None:
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise ConfigurationError(
+            f"monitor={monitor!r}: give Monitor() from offbeat.corrections, or None."
+        )
+    return monitor
+
+
+def check_probe(monitor: Monitor | None, schedule: Schedule) -> None:
+    if monitor is None or not monitor.probe:
+        raise ConfigurationError(
+            "probe() compares with weights that forwards have read, and these are kept only for a"
+            " Trainer(monitor=Monitor(probe=True))."
+        )
+    if schedule.local_losses:
+        raise ConfigurationError(
+            "probe() under DGL: every stage has a loss of its own and no lag, so there is nothing"
+            " stale to compare."
+        )
 
 
 def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averaging | None:

@@ -97,6 +97,7 @@ class Experiment:
         "A name from 'offbeat corrections', as in predict:horizon=lag; may be given several times.",
         (), metavar="NAME[:SETTINGS]",
     )  # fmt: skip
+    monitor: bool = _help("Read how stale each stage is, and probe at every evaluation.", False)
     hybrid: int | None = _help("Epochs of the method; synchronous training follows.", None)
     stages: int | None = _help("How many stages, cut by counted cost.", None)
     cuts: tuple[str, ...] = _help("Children or paths at which stages begin, as in 4,9.", ())

@@ -13,7 +13,7 @@ from offbeat import checks, nest
 from offbeat.assembly import Recipe
 from offbeat.averaging import Averaging
 from offbeat.averaging.engine import Averager
-from offbeat.corrections import Correction
+from offbeat.corrections import Correction, Monitor
 from offbeat.corrections.corrector import Corrector, Fill
 from offbeat.cut import Cuts, Model, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
@@ -24,7 +24,9 @@ from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
+from offbeat.probing import cosines
 from offbeat.processes import Processes, processes_launched
+from offbeat.readings import Readings
 from offbeat.replicas import Replicas, mean_of, state_of
 from offbeat.schedule import Schedule
 from offbeat.sharding import Sampler, shards_of
@@ -63,6 +65,7 @@ class Trainer:
     ``method``     an object from :mod:`offbeat.methods`, or its name.
     ``corrections``  what makes its staleness less harmful: objects from
                    :mod:`offbeat.corrections`, or their names; they find the lag by themselves.
+    ``monitor``    ``Monitor()`` reads how stale each stage is into ``readings``.
     ``stages``     how many, cut where the counted cost of the first batch's forward balances;
                    ``cuts=[7]`` begins the next stage at child 7, ``cuts=["transformer.h.6"]`` at
                    that block; ``ppv=(7,)`` ends one after the 7th conv or linear layer.
@@ -95,6 +98,7 @@ class Trainer:
         optimizer: OptimizerFactory,
         method: Method | str = Synchronous(),  # noqa: B008 -- a frozen value
         corrections: Sequence[Correction | str] = (),
+        monitor: Monitor | None = None,
         stages: int | None = None,
         cuts: Cuts | None = None,
         ppv: Sequence[int] | None = None,
@@ -131,6 +135,8 @@ class Trainer:
         self._step_in_fill = 0
         self._steps_in_phase = 0
         self._evaluations = 0
+        self._monitor = checks.checked_monitor(monitor)
+        self._readings = Readings()
         self._stopped: str | None = None
         self._ledger = Ledger()
         self._processes: Processes | None = None
@@ -227,6 +233,14 @@ class Trainer:
         """The entries of this process alone, without asking the others."""
         return self._ledger
 
+    @property
+    def readings(self) -> Readings:
+        """What the monitor has read: staleness, quality of predictions, cosines of probes."""
+        if self._processes is None:
+            return self._readings
+        parts = self._processes.share_bytes(self._readings.to_bytes())
+        return Readings.merged(map(Readings.from_bytes, parts))
+
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage of each replica holds now: weight copies, graphs, bytes."""
         own = [worker.stage.memory() for worker in self._workers]
@@ -261,6 +275,7 @@ class Trainer:
                 worker.step = self._step
                 worker.pending += self._schedule.row(worker.stage.index, self._step_in_fill)
             self._run()
+            self._read_monitors()
             self._step += 1
             self._step_in_fill += 1
             self._steps_in_phase += 1
@@ -325,6 +340,11 @@ class Trainer:
         else:
             for worker in self._workers:
                 run_alone(worker)
+
+    def _read_monitors(self) -> None:
+        for stage in (worker.stage for worker in self._workers):
+            for what, value in stage.corrector.readings(stage.version):
+                self._readings.record(what, stage.index, stage.replica, stage.version, value)
 
     def _enter_next_phase(self) -> None:
         updates = self._phases[0][1]
@@ -445,6 +465,31 @@ class Trainer:
             self._evaluations += 1
             return self._processes.share_result(score, self._evaluations)
 
+    def probe(self, x: Nest, y: Nest) -> dict[int, float]:
+        """Per stage, the cosine of this batch's gradient at the stale and at the newest weights.
+
+        The stale point is where the next gradient to be applied was computed. Training goes on as
+        if nothing had happened; the values are also in ``readings``.
+        """
+        self._refuse_if_stopped()
+        checks.check_probe(self._monitor, self._schedule)
+        with self._stopping_on_error(), modes_kept(self.model), torch.enable_grad():
+            self._evaluations += 1
+            shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
+            found = dict(cosines(shown, self._recipe, self._evaluations, x, y))
+            for worker in shown:
+                stage = worker.stage
+                if stage.index in found:
+                    value = found[stage.index]
+                    self._readings.record(
+                        "cosine", stage.index, stage.replica, stage.version, value
+                    )
+            if self._processes is None:
+                return dict(sorted(found.items()))
+            everyone = self._processes.exchange("cosines", list(found.items()))
+            own = everyone[self._processes.replica * self.stages :][: self.stages]
+            return {stage: value for of_rank in own for stage, value in of_rank}
+
     def state_dict(self) -> dict[str, Any]:
         """A copy of the newest weights and buffers under the names of the unsplit model.
 
@@ -509,6 +554,7 @@ class Trainer:
             stage=stage.index,
             stages=self.stages,
             parameters=[p for p in stage.parameters if p.requires_grad],
+            monitor=self._monitor,
         )
         averager = None
         if self.averaging is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,12 +21,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from offbeat import __version__
 from offbeat.averaging import Averaging, averaging_named
-from offbeat.corrections import Correction, correction_named
+from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.errors import ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.methods import Method, Phases, Synchronous, method_named
-from offbeat.runs import MODEL, RunWriter
+from offbeat.runs import MODEL, READINGS, RunWriter
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, data_named, network_for
 
@@ -127,11 +128,21 @@ def _train(
                 return "finished" if done else "interrupted"
         progress.epoch = epoch + 1
         last = progress.epoch == experiment.epochs
+        due = last or progress.epoch % experiment.evaluate_every == 0
+        if due and experiment.monitor and any(trainer.lags):
+            _probe(experiment, data, trainer)  # before a drain: after it nothing is stale
         if last:
             trainer.flush()
-        if last or progress.epoch % experiment.evaluate_every == 0:
+        if due:
             _evaluate(experiment, data, trainer, progress, watchers)
     return "finished"
+
+
+def _probe(experiment: Experiment, data: Data, trainer: Trainer) -> None:
+    """On the first test batch, which is the same every time."""
+    loader = data.test_loader(experiment.batch_size, device=experiment.device)
+    for x, y in islice(trainer.batches(loader), 1):
+        trainer.probe(x, y)
 
 
 def _evaluate(
@@ -157,6 +168,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         optimizer=optimizer_factory(experiment),
         method=method_of(experiment, steps_per_epoch),
         corrections=corrections_of(experiment),
+        monitor=Monitor(probe=True) if experiment.monitor else None,
         stages=experiment.stages,
         cuts=cuts,
         ppv=experiment.ppv or None,
@@ -339,6 +351,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Everything that all processes must be asked for, then the files."""
     ledger, memory, state = trainer.ledger, trainer.memory(), trainer.state_dict()
+    readings = trainer.readings
     found = progress.evaluation
     stages, replicas = range(trainer.stages), range(trainer.replicas)
     lags = {k: Counter(lag for r in replicas for lag in ledger.lags(k, r).values()) for k in stages}
@@ -364,6 +377,8 @@ def _finish(
     if writer is not None:
         writer.add("end", **recorder.place(progress), status=status)
         torch.save(state, writer.folder / MODEL)
+        if len(readings):
+            readings.save(writer.folder / READINGS)
         writer.finish(summary, ledger.tail(_LEDGER_ENTRIES))
     return summary
 

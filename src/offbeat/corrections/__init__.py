@@ -10,6 +10,7 @@ from offbeat.corrections.extrapolate import Extrapolate
 from offbeat.corrections.gap_aware import GapAware
 from offbeat.corrections.look_ahead import LookAhead
 from offbeat.corrections.momentum_by_lag import MomentumByLag
+from offbeat.corrections.monitor import Monitor
 from offbeat.corrections.predict import Predict
 from offbeat.corrections.rate_by_lag import RateByLag
 from offbeat.corrections.rewind import Rewind
@@ -65,6 +66,7 @@ __all__ = [
     "LookAhead",
     "Moment",
     "MomentumByLag",
+    "Monitor",
     "Predict",
     "RateByLag",
     "Rewind",

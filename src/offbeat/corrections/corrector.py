@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 
 from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
 from offbeat.corrections.groups import Group, Tensors, groups_of
+from offbeat.corrections.monitor import Monitor, Watch
 from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Rule
+from offbeat.readings import What
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class _Flight:
     version: int
     weights: Tensors | None
     """What its forward read, where a correction asks for it later."""
+    judged: tuple[Tensor, Tensor] | None
+    """Of the weights predicted for it, and those it would have read, what the monitor compares."""
 
 
 class Corrector:
@@ -54,8 +58,11 @@ class Corrector:
         stage: int = 0,
         stages: int = 1,
         parameters: Sequence[nn.Parameter] = (),
+        monitor: Monitor | None = None,
     ) -> None:
         self._corrections = corrections
+        self._monitor = monitor
+        self._watch: Watch | None = None
         self._stage = stage
         self._stages = stages
         self._parameters = tuple(parameters)
@@ -75,8 +82,9 @@ class Corrector:
         """Makes ready for a fill; hooks live on from the last one if nothing else has changed."""
         before, self._fill = self._fill, fill
         self.forget_flights()
-        if fill.lag == 0 or not self._parameters or not self._corrections:
-            self._hooks = []
+        idle = not self._corrections and self._monitor is None
+        if fill.lag == 0 or not self._parameters or idle:
+            self._hooks, self._watch = [], None
             return
         same = before is not None and (before.lag, before.rule) == (fill.lag, fill.rule)
         if not same or not self._hooks:
@@ -96,6 +104,9 @@ class Corrector:
             groups=self._groups,
         )
         self._hooks = [correction.hook(around) for correction in self._corrections]
+        self._watch = None if self._monitor is None else Watch(self._monitor, around)
+        if self._watch is not None:  # first, so that it sees gradients as they arrive
+            self._hooks.insert(0, self._watch)
         self._read = self._before = None
         if any(hook.needs_read for hook in self._hooks):
             self._read = ReadWeights(self._parameters, fill.lag, fill.micro_batches)
@@ -135,7 +146,11 @@ class Corrector:
         kept: Tensors | None = None
         if self._read is not None:
             kept = self._read.keep(version, values) if predicted is None else predicted
-        self._flights[batch] = _Flight(version, kept)
+        judged = None
+        if self._watch is not None and predicted is not None:
+            own = self._parameters if values is None else tuple(values)
+            judged = (self._watch.sample.of(predicted), self._watch.sample.of(own))
+        self._flights[batch] = _Flight(version, kept, judged)
         return used
 
     def _predict(self, moment: Moment) -> Tensors | None:
@@ -174,6 +189,7 @@ class Corrector:
         with self._tuned(moment):
             numbers = [hook.numbers(moment) for hook in self._hooks]
             with torch.no_grad():
+                self._judge_predictions()
                 read = self._weights_read()
                 for hook, of_hook in zip(self._hooks, numbers, strict=True):
                     hook.gradients(of_hook, read)
@@ -207,11 +223,29 @@ class Corrector:
                     stack.enter_context(group.set_to(rate, momentum))
             yield
 
+    def _judge_predictions(self) -> None:
+        for flight in self._applied:
+            if self._watch is not None and flight.judged is not None:
+                self._watch.judge(*flight.judged)
+
     def _weights_read(self) -> Tensors | None:
         if self._read is None:
             return None
         read = [flight.weights for flight in self._applied if flight.weights is not None]
         return self._read.mean_of(read)
+
+    # ---------------------------------------------------------------- monitors
+
+    def readings(self, version: int) -> list[tuple[What, float]]:
+        """What the monitor reads, at the versions at which it is due."""
+        if self._watch is None or version == 0 or version % self._watch.settings.every:
+            return []
+        return list(self._watch.readings())
+
+    def stale_weights(self) -> Sequence[Tensor] | None:
+        """What the forward of the next gradient to be applied read; None if that is the newest."""
+        oldest = min(self._flights, default=None)
+        return None if oldest is None else self._flights[oldest].weights
 
     # ---------------------------------------------------------------- memory
 
@@ -226,7 +260,7 @@ class Corrector:
     def forget(self) -> None:
         """Weights were loaded from elsewhere: nothing of the past counts."""
         self.forget_flights()
-        self._hooks = []
+        self._hooks, self._watch = [], None
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the corrections remember, complete when nothing is in flight."""
@@ -253,7 +287,8 @@ class Corrector:
         self._loaded = {}
 
     def _named_memory(self) -> Iterator[tuple[str, Tensor]]:
-        for place, hook in enumerate(self._hooks):
+        acting = [hook for hook in self._hooks if hook is not self._watch]
+        for place, hook in enumerate(acting):
             for key, tensors in hook.memory().items():
                 for number, tensor in enumerate(tensors):
                     yield f"{place}.{self._corrections[place].name}.{key}.{number}", tensor

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.corrections.groups import Tensors
+from offbeat.corrections.sample import Sample
 
-_ALL_UP_TO = 4096
-"""Weights of a stage up to which none is left out."""
-_SHARE = 0.01
 _DECAY = 0.98
 
 
@@ -21,17 +19,8 @@ class HorizonFit:
     def __init__(self, parameters: tuple[nn.Parameter, ...], lag: int) -> None:
         self._parameters = parameters
         self._lag = lag
-        # A generator of its own with a fixed seed: the same coordinates in every engine.
-        generator = torch.Generator().manual_seed(0)
-        whole = sum(p.numel() for p in parameters) <= _ALL_UP_TO
-        self._places = []
-        for p in parameters:
-            count = p.numel() if whole else max(1, round(_SHARE * p.numel()))
-            chosen = torch.randperm(p.numel(), generator=generator)[:count].sort().values
-            self._places.append(chosen.to(p.device))
-        first = parameters[0]
-        size = sum(places.numel() for places in self._places)
-        self._weights = first.new_zeros(lag, size, requires_grad=False)
+        self._sample = Sample(parameters)
+        self._weights = parameters[0].detach().new_zeros(lag, self._sample.size)
         self._moves = torch.zeros_like(self._weights)
         # Rows of zeros, before there is a history, add nothing to either product.
         self._products = self._weights.new_zeros(2)
@@ -44,17 +33,12 @@ class HorizonFit:
 
     def observe(self, displacements: Tensors) -> None:
         """Compares today's weights with the oldest forecast, and adds today's to the history."""
-        weights, moves = self._sampled(self._parameters), self._sampled(displacements)
+        weights, moves = self._sample.of(self._parameters), self._sample.of(displacements)
         then = self._moves[0]
         found = torch.stack([(weights - self._weights[0]) @ then, then @ then])
         self._products.lerp_(found, 1 - _DECAY)
         for history, newest in ((self._weights, weights), (self._moves, moves)):
             history.copy_(torch.cat([history[1:], newest[None]]))
-
-    def _sampled(self, tensors: Tensors) -> Tensor:
-        return torch.cat(
-            [t.detach().reshape(-1)[at] for t, at in zip(tensors, self._places, strict=True)]
-        )
 
     def memory(self) -> dict[str, Tensors]:
         return {"fit": (self._weights, self._moves, self._products)}
