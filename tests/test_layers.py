@@ -15,7 +15,17 @@ PACKAGE = Path(offbeat.__file__).parent
 
 # A module may import its own layer and those below. Everything is in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"schedule", "table", "methods", "ledger", "errors", "timeline", "partition", "readings"},
+    {
+        "schedule",
+        "table",
+        "methods",
+        "ledger",
+        "errors",
+        "timeline",
+        "partition",
+        "planning",
+        "readings",
+    },
     {
         "nest",
         "rng",

@@ -14,12 +14,20 @@ from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
-from offbeat.optimizers import OptimizerFactory
+from offbeat.optimizers import OptimizerFactory, kind_of
+from offbeat.planning import Auto, Plan, plan_for
 from offbeat.schedule import Schedule
 from offbeat.stage import Loss
 
 
-def checked_method(method: Method | str) -> Method:
+def plan_of(method: Method | Auto | str, stages: int, optimizer: OptimizerFactory) -> Plan | None:
+    """What "auto" comes to; None where a method was named."""
+    if method == "auto":
+        method = Auto()
+    return plan_for(stages, kind_of(optimizer), method) if isinstance(method, Auto) else None
+
+
+def checked_method(method: Method | Auto | str) -> Method:
     if isinstance(method, str):
         return method_named(method)
     if not isinstance(method, Method):

@@ -24,6 +24,7 @@ from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
+from offbeat.planning import Auto, Plan
 from offbeat.probing import cosines
 from offbeat.processes import Processes, processes_launched
 from offbeat.readings import Readings
@@ -62,7 +63,8 @@ class Trainer:
                    list of modules: the stages as given.
     ``loss``       ``loss(output, target)``, one number, a mean over rows.
     ``optimizer``  called once per stage with its parameters; may return several optimizers.
-    ``method``     an object from :mod:`offbeat.methods`, or its name.
+    ``method``     an object from :mod:`offbeat.methods`, or its name; "auto" takes the least lag
+                   that keeps all stages busy, accumulation and corrections with it, and says why.
     ``corrections``  what makes its staleness less harmful: objects from
                    :mod:`offbeat.corrections`, or their names; they find the lag by themselves.
     ``monitor``    ``Monitor()`` reads how stale each stage is into ``readings``.
@@ -96,7 +98,7 @@ class Trainer:
         *,
         loss: Loss,
         optimizer: OptimizerFactory,
-        method: Method | str = Synchronous(),  # noqa: B008 -- a frozen value
+        method: Method | Auto | str = Synchronous(),  # noqa: B008 -- a frozen value
         corrections: Sequence[Correction | str] = (),
         monitor: Monitor | None = None,
         stages: int | None = None,
@@ -112,10 +114,13 @@ class Trainer:
         timeout: float = 300.0,
         faults: Faults | None = None,
     ) -> None:
+        self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
+        self._plan = checks.plan_of(method, self._cut.stages, optimizer)
+        if self._plan is not None:
+            method, corrections = self._plan.method, corrections or self._plan.corrections
         method = checks.checked_method(method)
         self._replicas = Replicas(replicas, checks.checked_replicas(replicas, averaging))
         self._phases = deque(method.phases())
-        self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
         checks.warn_of_one_stage(method, self._cut.stages, asked)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
@@ -157,6 +162,8 @@ class Trainer:
             device=self._device,
             seed=torch.initial_seed() if seed is None else seed,
         )
+        if self._plan is not None and self.rank == 0:
+            print(self._plan)
         if not self._cut.needs_batch and not self._needs_heads:
             self._build(None)
 
@@ -171,6 +178,11 @@ class Trainer:
     def method(self) -> Method:
         """The method that runs now (under ``Phases``: the present phase)."""
         return self._phases[0][0]
+
+    @property
+    def plan(self) -> Plan | None:
+        """What ``method="auto"`` chose, and why; None if it was not asked."""
+        return self._plan
 
     @property
     def corrections(self) -> tuple[Correction, ...]:

@@ -26,6 +26,7 @@ from offbeat.errors import ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.methods import Method, Phases, Synchronous, method_named
+from offbeat.planning import Auto, settings_of
 from offbeat.runs import MODEL, READINGS, RunWriter
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, data_named, network_for
@@ -192,11 +193,25 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def method_of(experiment: Experiment, steps_per_epoch: int) -> Method:
+def method_of(experiment: Experiment, steps_per_epoch: int) -> Method | Auto:
+    if experiment.method.name == "auto":
+        return _auto(experiment)
     method = method_named(experiment.method.name, **experiment.method.settings)
     if experiment.hybrid is None:
         return method
     return Phases((method, experiment.hybrid * steps_per_epoch), (Synchronous(), None))
+
+
+def _auto(experiment: Experiment) -> Auto:
+    if experiment.hybrid is not None:
+        raise ConfigurationError(
+            "hybrid with method auto: run auto once, and give the method it prints by its name."
+        )
+    settings = experiment.method.settings
+    odd = sorted(set(settings) - {"hop"})
+    if odd:
+        raise ConfigurationError(f"auto has no setting {odd[0]!r}: it takes hop.")
+    return Auto(batch=max(1, experiment.batch_size // experiment.replicas), **settings)
 
 
 def corrections_of(experiment: Experiment) -> list[Correction]:
@@ -328,6 +343,7 @@ class Recorder:
 def _described(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
     return {
         **experiment.as_dict(),
+        **_planned(trainer),
         "lags": list(trainer.lags),
         "stages": trainer.stages,
         "command": sys.argv,
@@ -340,6 +356,16 @@ def _described(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
             "system": platform.platform(),
         },
     }
+
+
+def _planned(trainer: Trainer) -> dict[str, Any]:
+    """What "auto" came to, in the words in which a configuration says it."""
+    plan = trainer.plan
+    if plan is None:
+        return {}
+    method = {"name": plan.method.name, "settings": settings_of(plan.method)}
+    chosen = [{"name": c.name, "settings": {}} for c in trainer.corrections]
+    return {"plan": {"method": method, "correction": chosen, "reasons": list(plan.reasons)}}
 
 
 def _finish(

@@ -21,6 +21,7 @@ from offbeat.cli.options import (
     BackwardOption,
     BatchesOption,
     BetaOption,
+    CapOption,
     ForwardOption,
     HopOption,
     HopsOption,
@@ -156,10 +157,11 @@ def schedule(
     beta: BetaOption = None,
     lag: LagOption = None,
     hops: HopsOption = None,
+    cap: CapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print a method's order of work, and its lags."""
-    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops)
+    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops, cap)
     steps = read_count("--batches", batches)
     plan = method.schedule(read_count("--stages", stages, most=MOST_STAGES))
     table = plan.table(steps)
@@ -197,6 +199,7 @@ def timeline(
     beta: BetaOption = None,
     lag: LagOption = None,
     hops: HopsOption = None,
+    cap: CapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Draw a method in time, or a run that was measured, with busy share and speed-up."""
@@ -210,7 +213,7 @@ def timeline(
         typer.echo(json.dumps(_timed(found), indent=2) if as_json else _drawn(found, columns, " s"))
         return
     assert name is not None
-    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops)
+    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops, cap)
     costs = read_costs(share, forward=forward, recompute=recompute, backward=backward, hop=hop)
     steps = read_count("--batches", batches)
     count = read_count("--stages", stages, most=MOST_STAGES)

@@ -63,16 +63,21 @@ class Facts:
     @property
     def method(self) -> str | None:
         """The method's name."""
-        return name_of(self.config.get("method"))
+        return name_of(self._asked.get("method"))
 
     @property
     def settings(self) -> dict[str, Any]:
-        return mapping(mapping(self.config.get("method")).get("settings"))
+        return mapping(mapping(self._asked.get("method")).get("settings"))
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """What decided the run: the configuration, or what "auto" made of it."""
+        return self.config | mapping(self.config.get("plan"))
 
     @property
     def corrections(self) -> list[str]:
         """The names of what was done against staleness."""
-        names = [name_of(value) for value in listing(self.config.get("correction"))]
+        names = [name_of(value) for value in listing(self._asked.get("correction"))]
         return [name for name in names if name is not None]
 
     @property
