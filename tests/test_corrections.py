@@ -582,6 +582,12 @@ def test_evaluation_and_state_show_the_real_weights() -> None:
     assert_same_bits(trainer.state_dict(), before)
 
 
+def halve_rates(trainer: offbeat.Trainer) -> None:
+    """What a schedule does; gap-aware gradients remember the largest rate."""
+    for worker in trainer._workers:
+        worker.stage.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
 @pytest.mark.parametrize("stop", [5, 9])
 def test_a_saved_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
     corrections = [*TOGETHER, ClipPerStage(times=2.0)]
@@ -599,6 +605,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
     saved = whole.state_dict()
     memory = [stage.corrector.state_dict() for stage in stages]
     moments = [copy.deepcopy(stage.optimizers[0].state_dict()) for stage in stages]
+    halve_rates(whole)
     run(whole, batches[stop:])
 
     again = trainer_for(mlp(1), PipeDream(), cuts=[2, 4], corrections=corrections)
@@ -607,6 +614,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
         worker.stage.version = stop
         worker.stage.optimizers[0].load_state_dict(optimizer)
         worker.stage.corrector.load_state_dict(own)
+    halve_rates(again)
     run(again, batches[stop:])
     assert_same_bits(again.state_dict(), whole.state_dict())
     assert {name.split(".")[1] for name in memory[0]} >= {"predict", "extrapolate", "gap-aware"}
@@ -666,12 +674,18 @@ def test_hooks_are_tensor_operations_on_memory_of_their_own(
 
 
 def test_predictions_take_no_more_memory_than_versions() -> None:
-    """Micro-batches of one version and lag share one prediction, and no other copy is made."""
+    """Micro-batches of one version and lag share one prediction, and no other copy is made.
+
+    The weights themselves stay where they are: nothing in flight refers to them.
+    """
     trainer = trainer_for(mlp(), PipeDream(), cuts=[2, 4], corrections=[Predict()])
     plain = trainer_for(mlp(), PipeDream(), cuts=[2, 4])
+    places = []
     for x, y in vector_batches(8):
         trainer.step(x, y)
         plain.step(x, y)
+        places.append([p.data_ptr() for p in trainer.model.parameters()])
+    assert places[-1] == places[-2] == places[-3]
     for ours, theirs in zip(trainer.memory(), plain.memory(), strict=True):
         assert ours.weight_copies <= theirs.weight_copies + 1
 
@@ -788,3 +802,22 @@ def test_a_mistyped_correction_is_one_line(
               "--correction", flag])  # fmt: skip
     assert left.value.code == 2
     assert re.match(f"Error: .*{words}", capsys.readouterr().err)
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_the_page_s_thresholds_are_the_stored_ones() -> None:
+    root = Path(__file__).parent.parent
+    stored = json.loads((root / "benchmarks" / "stability" / "results.json").read_text())
+    for page in ("docs/corrections.md", "benchmarks/stability/README.md"):
+        text = (root / page).read_text()
+        for rule, values in stored["thresholds"].items():
+            row = " | ".join(f"{value:.3f}" for value in values.values())
+            assert f"| {rule} | {row} |\n" in text
+
+
+def test_the_page_names_every_correction() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "corrections.md").read_text()
+    for correction in CORRECTIONS:
+        assert f"| `{correction.__name__}(" in text

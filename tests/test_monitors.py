@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import jobs
 import offbeat
-from helpers import assert_same_bits, mlp, trained, trainer_for, vector_batches
+from helpers import assert_same_bits, cnn, image_batches, mlp, trained, trainer_for, vector_batches
 from offbeat.cli import main
 from offbeat.corrections import Monitor, Predict, SpikeCompensation
 from offbeat.errors import ConfigurationError
@@ -146,8 +146,13 @@ def test_cosines_compare_the_points_in_use(method: Method) -> None:
     assert [r.value for r in trainer.readings if r.what == "cosine" and r.stage == 0] == [found[0]]
 
 
-def test_after_a_drain_nothing_is_stale() -> None:
+def test_after_a_drain_nothing_is_stale_and_nothing_is_read_twice() -> None:
     trainer = trained(mlp(), vector_batches(6), PipeDream(), cuts=[2, 4], **WATCHED)
+    for x, y in vector_batches(6):
+        trainer.step(x, y)
+    read = [(r.what, r.stage, r.version) for r in trainer.readings]
+    assert len(read) == len(set(read))
+    trainer.flush()
     assert trainer.probe(*vector_batches(1)[0]) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
 
 
@@ -166,6 +171,13 @@ def test_watching_changes_no_bit(method: Method) -> None:
         trainer.flush()
         results.append(trainer.state_dict())
     assert_same_bits(*results)
+
+
+def test_a_probe_leaves_statistics_alone() -> None:
+    trainer = trained(cnn(), image_batches(5), PipeDream(), cuts=[3, 5], **WATCHED)
+    before = trainer.state_dict()
+    trainer.probe(*image_batches(1)[0])
+    assert_same_bits(trainer.state_dict(), before)
 
 
 @pytest.mark.timeout(120)

@@ -82,6 +82,8 @@ class Hook:
     engine can record it.
     """
 
+    predicts = False
+    """Whether ``forward_weights`` is to be asked."""
     needs_read = False
     """Whether ``gradients`` wants the weights that the forward used."""
     needs_before = False

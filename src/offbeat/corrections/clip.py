@@ -30,7 +30,7 @@ class ClipPerStage(Correction):
     title = "Clipping per stage"
     acts_on = "gradients"
     memory = "0"
-    reference = "Ajanthan et al. 2025, arXiv 2505.01099 (norm 10)"
+    reference = "Ajanthan et al. 2025, arXiv 2505.01099"
 
     norm: float | None = None
     times: float | None = None

@@ -31,6 +31,11 @@ class Fill:
     first_update: int
     """The version of the stage's weights when it starts."""
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """All but where it starts."""
+        return self.lag, self.rule, self.reads_old_versions, self.micro_batches
+
 
 @dataclass(frozen=True)
 class _Flight:
@@ -63,6 +68,8 @@ class Corrector:
         self._corrections = corrections
         self._monitor = monitor
         self._watch: Watch | None = None
+        self._last_read: int | None = None
+        """The version at which the monitor was last read."""
         self._stage = stage
         self._stages = stages
         self._parameters = tuple(parameters)
@@ -86,7 +93,7 @@ class Corrector:
         if fill.lag == 0 or not self._parameters or idle:
             self._hooks, self._watch = [], None
             return
-        same = before is not None and (before.lag, before.rule) == (fill.lag, fill.rule)
+        same = before is not None and before.shape == fill.shape
         if not same or not self._hooks:
             self._make_hooks(fill, optimizers)
         if self._loaded:
@@ -156,9 +163,8 @@ class Corrector:
     def _predict(self, moment: Moment) -> Tensors | None:
         with torch.no_grad(), self._tuned(moment):
             for hook in self._hooks:
-                weights = hook.forward_weights(hook.numbers(moment))
-                if weights is not None:
-                    return weights
+                if hook.predicts:
+                    return hook.forward_weights(hook.numbers(moment))
         return None
 
     def backward_weights(self, batch: int, version: int) -> Tensors | None:
@@ -237,9 +243,12 @@ class Corrector:
     # ---------------------------------------------------------------- monitors
 
     def readings(self, version: int) -> list[tuple[What, float]]:
-        """What the monitor reads, at the versions at which it is due."""
-        if self._watch is None or version == 0 or version % self._watch.settings.every:
+        """What the monitor reads, once at each version at which it is due."""
+        if self._watch is None or version in (0, self._last_read):
             return []
+        if version % self._watch.settings.every:
+            return []
+        self._last_read = version
         return list(self._watch.readings())
 
     def stale_weights(self) -> Sequence[Tensor] | None:

@@ -23,7 +23,7 @@ class LookAhead(Correction):
     title = "Look-ahead"
     acts_on = "step"
     memory = "0"
-    reference = "Nesterov 1983; Dozat 2016; Ajanthan et al. 2025, arXiv 2505.01099"
+    reference = "Ajanthan et al. 2025, arXiv 2505.01099"
 
     def hook(self, around: Surroundings) -> Spike:
         return Spike(self.name, around, most=1)

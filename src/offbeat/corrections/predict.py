@@ -43,8 +43,8 @@ class Predict(Correction):
     name = "predict"
     title = "Weight prediction"
     acts_on = "forward weights"
-    memory = "1 per version in flight; difference: 2 more"
-    reference = "Kosson et al. 2021, arXiv 2003.11666; Chen et al. 2018, arXiv 1809.02839"
+    memory = "1 per version; difference: 2 more"
+    reference = "Kosson et al. 2021, arXiv 2003.11666"
 
     direction: Direction = "optimizer"
     horizon: Horizon | float = "geometric"
@@ -78,6 +78,8 @@ class Predict(Correction):
 
 
 class Prediction(Hook):
+    predicts = True
+
     def __init__(self, settings: Predict, around: Surroundings) -> None:
         self._settings = settings
         self._groups = around.groups

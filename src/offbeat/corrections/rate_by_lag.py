@@ -26,7 +26,7 @@ class RateByLag(Correction):
 
     power: float = 1.0
     anneal: int | None = None
-    plus: float = 1.0
+    plus: int = 1
 
     def __post_init__(self) -> None:
         require_number("RateByLag", "power", self.power, above=0)
