@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import offbeat
 from offbeat.methods import Method
+from offbeat.planning import Auto
 
 Batch = tuple[Tensor, Tensor]
 Factory = Callable[[Any], Optimizer]
@@ -116,7 +117,7 @@ def plain_loop(
 
 def trainer_for(
     model: nn.Sequential | Sequence[nn.Module],
-    method: Method | str = offbeat.Synchronous(),
+    method: Method | Auto | str = offbeat.Synchronous(),
     optimizer: Factory = OPTIMIZERS["momentum"],
     **settings: Any,
 ) -> offbeat.Trainer:

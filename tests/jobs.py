@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
 from offbeat.averaging import Averaging, DaSGD
+from offbeat.corrections import Monitor
 from offbeat.methods import Method, StaleWeights
 
 
@@ -318,3 +319,19 @@ def run_with(faults: offbeat.Faults, timeout: float = 30.0) -> None:
     for x, y in batches:
         trainer.step(x, y)
     trainer.flush()
+
+
+def watch(stages: int) -> dict[str, Any]:
+    """Trains with a monitor and probes in the middle; what was read."""
+    network, batches = job_of("dropout")
+    trainer = trainer_for(
+        network, StaleWeights(), stages=stages, seed=3, corrections=["predict"],
+        monitor=Monitor(every=2, probe=True),
+    )  # fmt: skip
+    probes = []
+    for n, (x, y) in enumerate(trainer.batches(batches * 2)):
+        trainer.step(x, y)
+        if n in (6, 9):
+            probes.append(trainer.probe(x, y))
+    trainer.flush()
+    return {"probes": probes, "readings": sorted(map(tuple, trainer.readings))}

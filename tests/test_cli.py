@@ -287,7 +287,10 @@ MISTAKES = [
     ("schedule pipedream-2bw --accumulate 2", "Give accumulate >= 4, or leave it out."),
     ("schedule gpipe --accumulate 2", "gpipe has no setting --accumulate: it takes --micro-bat"),
     ("timeline synchronous --beta 1", "synchronous has no setting --beta: it takes no settings."),
-    ("timeline ddg --hops 1", "ddg has no setting --hops: it takes --accumulate, --backward-rule."),
+    (
+        "timeline ddg --hops 1",
+        "ddg has no setting --hops: it takes --accumulate, --backward-rule, --cap.",
+    ),
 ]
 
 

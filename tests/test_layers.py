@@ -15,7 +15,17 @@ PACKAGE = Path(offbeat.__file__).parent
 
 # A module may import its own layer and those below. Everything is in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"schedule", "table", "methods", "ledger", "errors", "timeline", "partition"},
+    {
+        "schedule",
+        "table",
+        "methods",
+        "ledger",
+        "errors",
+        "timeline",
+        "partition",
+        "planning",
+        "readings",
+    },
     {
         "nest",
         "rng",
@@ -32,6 +42,7 @@ LAYERS: list[set[str]] = [
         "lanes",
         "graphs",
         "compiled",
+        "corrections",
     },
     {
         "cut",
@@ -43,6 +54,7 @@ LAYERS: list[set[str]] = [
         "replicas",
         "sharding",
         "trunk",
+        "probing",
         "traced",
         "streams",
         "profiling",

@@ -30,6 +30,7 @@ from helpers import (
 from offbeat import checks, nest, streams
 from offbeat import trainer as trainer_module
 from offbeat.averaging import AllReduce
+from offbeat.corrections import CORRECTIONS, Predict
 from offbeat.errors import ConfigurationError, StageError
 from offbeat.graphs import GraphStage
 from offbeat.lanes import NotRecordable
@@ -190,6 +191,22 @@ def test_every_method_gives_the_serial_bits(method: Any) -> None:
 def test_rules_accumulation_clipping_and_short_batches(method: Any) -> None:
     """Micro-batches of two sizes, and a short batch that never comes again."""
     compare(cnn(), image_batches(20, rows=13, last_rows=7), method, cuts=[3, 6], clip=0.5)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: c.name)
+def test_corrections_give_the_serial_bits(correction: Any) -> None:
+    method = StaleWeights() if correction.name == "rewind" else PipeDream(accumulate=2)
+    made = correction(times=3.0) if correction.name == "clip-per-stage" else correction()
+    compare(cnn(), image_batches(20, rows=8), method, cuts=[3, 6], corrections=[made])
+
+
+@pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
+def test_predicted_weights_are_seen_as_the_rule_says(rule: Any) -> None:
+    method = StaleWeights(backward=rule)
+    trainer = compare(
+        cnn(), image_batches(20), method, cuts=[3, 6], corrections=[Predict(horizon="geometric")]
+    )
+    assert all(replays(stage) > 10 for stage in stages_of(trainer))
 
 
 def test_an_optimizer_that_counts_on_the_cpu_is_stepped_unrecorded() -> None:

@@ -39,7 +39,7 @@ _HOME = {
     ),
 }
 
-_MODULES = ("averaging", "errors", "faults", "methods", "report", "timeline", "zoo")
+_MODULES = ("averaging", "corrections", "errors", "faults", "methods", "report", "timeline", "zoo")
 """Modules that ``import offbeat`` is enough for."""
 
 if TYPE_CHECKING:

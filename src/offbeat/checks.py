@@ -1,7 +1,7 @@
 """What a trainer refuses, and in which words."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 import torch
@@ -9,16 +9,26 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, averaging_named
+from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cut import Cut
 from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
-from offbeat.optimizers import OptimizerFactory
+from offbeat.optimizers import OptimizerFactory, kind_of
+from offbeat.planning import Auto, Plan, plan_for
+from offbeat.schedule import Schedule
 from offbeat.stage import Loss
 
 
-def checked_method(method: Method | str) -> Method:
+def plan_of(method: Method | Auto | str, stages: int, optimizer: OptimizerFactory) -> Plan | None:
+    """What "auto" comes to; None where a method was named."""
+    if method == "auto":
+        method = Auto()
+    return plan_for(stages, kind_of(optimizer), method) if isinstance(method, Auto) else None
+
+
+def checked_method(method: Method | Auto | str) -> Method:
     if isinstance(method, str):
         return method_named(method)
     if not isinstance(method, Method):
@@ -26,6 +36,55 @@ def checked_method(method: Method | str) -> Method:
             f"method={method!r}: give an object such as StaleWeights(), or its name as a string."
         )
     return method
+
+
+def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correction, ...]:
+    """The corrections as objects, each kind once."""
+    if isinstance(corrections, str | Correction):
+        raise ConfigurationError(
+            f"corrections={corrections!r}: give a list, as in corrections=[{corrections!r}]."
+        )
+    made = tuple(correction_named(c) if isinstance(c, str) else c for c in corrections)
+    for correction in made:
+        if not isinstance(correction, Correction):
+            raise ConfigurationError(
+                f"corrections={corrections!r}: give objects from offbeat.corrections, such as"
+                " Predict(), or their names."
+            )
+        if sum(type(other) is type(correction) for other in made) > 1:
+            raise ConfigurationError(f"corrections: {correction.name} is there twice: give one.")
+    return made
+
+
+def check_corrections_fit(
+    corrections: Sequence[Correction], method: Method, schedule: Schedule
+) -> None:
+    """Refuses what a method with lag would make pointless."""
+    if any(schedule.lags):
+        reads_old = any(map(schedule.kept_versions, range(schedule.stages)))
+        for correction in corrections:
+            correction.check_rule(method.rule, reads_old_versions=reads_old)
+
+
+def checked_monitor(monitor: Monitor | None) -> Monitor | None:
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise ConfigurationError(
+            f"monitor={monitor!r}: give Monitor() from offbeat.corrections, or None."
+        )
+    return monitor
+
+
+def check_probe(monitor: Monitor | None, schedule: Schedule) -> None:
+    if monitor is None or not monitor.probe:
+        raise ConfigurationError(
+            "probe() compares with weights that forwards have read, and these are kept only for a"
+            " Trainer(monitor=Monitor(probe=True))."
+        )
+    if schedule.local_losses:
+        raise ConfigurationError(
+            "probe() under DGL: every stage has a loss of its own and no lag, so there is nothing"
+            " stale to compare."
+        )
 
 
 def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averaging | None:

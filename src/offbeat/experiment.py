@@ -93,6 +93,11 @@ class Experiment:
         "A name from 'offbeat methods', as in adl:accumulate=4.", Choice("synchronous"),
         metavar="NAME[:SETTINGS]",
     )  # fmt: skip
+    correction: tuple[Choice, ...] = _help(
+        "A name from 'offbeat corrections', as in predict:horizon=lag; may be given several times.",
+        (), metavar="NAME[:SETTINGS]",
+    )  # fmt: skip
+    monitor: bool = _help("Read how stale each stage is, and probe at every evaluation.", False)
     hybrid: int | None = _help("Epochs of the method; synchronous training follows.", None)
     stages: int | None = _help("How many stages, cut by counted cost.", None)
     cuts: tuple[str, ...] = _help("Children or paths at which stages begin, as in 4,9.", ())
@@ -186,6 +191,9 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
             return Choice.read(value, name)
         if get_origin(kind) is tuple:
             inner = get_args(kind)[0]
+            if inner is Choice:
+                listed = [value] if isinstance(value, str | Mapping | Choice) else list(value)
+                return tuple(_typed(Choice, part, name) for part in listed)
             parts = value.split(",") if isinstance(value, str) else list(value)
             return tuple(inner(str(part).strip()) for part in parts if str(part).strip())
         if kind is bool:

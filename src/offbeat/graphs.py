@@ -19,13 +19,16 @@ copied.
 A stage has two lanes, so that a batch's forward and an older one's backward run side by side; the
 update waits for both, and the next forward for the update.
 
+Corrections act between replays: predicted weights are copied to where a slot's forward reads them,
+and the update is launched as in :class:`Stage`.
+
 The first batches of a stage, batches of another shape, and modules that cannot be recorded run as
 in :class:`Stage`, in the same lane.
 """
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -41,7 +44,7 @@ from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.stage import Flight, Stage
-from offbeat.versions import Graph
+from offbeat.versions import Graph, weights_set_to
 
 _WARM_UP = 2
 """Times a kind of batch runs unrecorded first: libraries choose and allocate on first use."""
@@ -132,14 +135,16 @@ class GraphStage(Stage):
             local_loss=local_loss,
         )
         places = tuple(parameter.data_ptr() for parameter in self.parameters)
-        followed = (self._rule, kept_versions, shrink, local_loss, places)
+        corrected, predicted = self.corrector.active, self.corrector.predicts
+        followed = (self._rule, kept_versions, shrink, local_loss, places, corrected, predicted)
         if followed != self._followed:
             self._followed = followed
             self._forget_recordings()
-            self._static = self._records and kept_versions == 0
+            # Where a forward or backward asks for weights by name, recordings cannot follow.
+            self._static = self._records and not kept_versions and not self.corrector.rewinds
             # A backward that runs no forward again leaves alone what a forward writes, so that the
             # two need not wait for each other; without a lag they are one after the other anyway.
-            apart = self._static and in_flight > 0 and rule != "recompute"
+            apart = self._static and in_flight > 0 and rule != "recompute" and not corrected
             self.back = self._lanes[1] if apart else self.lane
 
     def discard(self) -> None:
@@ -190,6 +195,10 @@ class GraphStage(Stage):
             return found
         if slot.landed is not None:
             self.lane.wait(slot.landed)
+        weights = self.corrector.forward_weights(batch, self.version, self.version, None)
+        if self.corrector.predicts:
+            used = self._trainable if weights is None else weights
+            _copy_all(slot.copies.values(), used)
         _copy(slot.given, given)
         _copy(slot.target, target)
         if slot.draws:
@@ -223,6 +232,7 @@ class GraphStage(Stage):
         if slot.draws and self._rule == "recompute":
             self.lane.seed(self._seed_of(batch))
         slot.backward.replay()
+        self.corrector.arrived(batch)
         self._gather()
         sent = _delivered(slot.sent, places)
         slot.landed = self.back.now()
@@ -303,8 +313,11 @@ class GraphStage(Stage):
         # What a slot's forward leaves behind is its own until its backward. What a backward needs
         # only for itself may lie where the other slots' backwards have theirs.
         self._pool = self._pool or self.back.pool()
-        stashed = None
-        if self._rule == "stash":
+        stashed = lent = None
+        if self.corrector.predicts:
+            slot.copies = {p: p.detach().clone() for p in self._trainable}
+            lent = list(slot.copies.values())
+        elif self._rule == "stash":
             slot.copies = {p: torch.empty_like(p).detach() for p in self._stashed_weights}
             stashed = slot.copies.__getitem__
         takeoff = Flight(
@@ -319,13 +332,17 @@ class GraphStage(Stage):
 
         def run_forward() -> tuple[Nest, Tensor | None]:
             if again:
-                with torch.no_grad(), self._buffers.restored():
+                with (
+                    torch.no_grad(),
+                    self._buffers.restored(),
+                    weights_set_to(self._trainable, lent),
+                ):
                     output, loss = self._run(0, takeoff, slot.leaves)
             else:
-                if slot.copies:
-                    with torch.no_grad():
-                        torch._foreach_copy_(list(slot.copies.values()), list(slot.copies))
-                output, loss = fly()
+                if stashed is not None:
+                    _copy_all(slot.copies.values(), slot.copies)
+                with weights_set_to(self._trainable, lent):
+                    output, loss = fly()
                 slot.bytes = _bytes_of(flight, self.parameters) or slot.bytes
             return self._outgoing(output, slot.leaves), None if loss is None else loss.detach()
 
@@ -365,7 +382,7 @@ class GraphStage(Stage):
         for (parameter, _), gradient in zip(places, of_weights, strict=True):
             if gradient is None:
                 raise self._uneven(parameter)
-        torch._foreach_copy_([place for _, place in places], _tensors(of_weights))
+        _copy_all((place for _, place in places), _tensors(of_weights))
         of_inputs = iter(found)
         return [next(of_inputs) if tensor.requires_grad else None for tensor in flight.inputs]
 
@@ -433,7 +450,7 @@ class GraphStage(Stage):
         for parameter, place, gradient in zip(self._trainable, self._fresh, found, strict=True):
             if (place is None) != (gradient is None):
                 raise self._uneven(parameter)
-        torch._foreach_copy_(_tensors(self._fresh), _tensors(found))
+        _copy_all(_tensors(self._fresh), _tensors(found))
         self._gather()
         return sent
 
@@ -473,10 +490,11 @@ class GraphStage(Stage):
             self._adding[1].replay()
 
     def _copy_to_sums(self) -> None:
-        torch._foreach_copy_(_tensors(self._sums), _tensors(self._fresh))
+        _copy_all(_tensors(self._sums), _tensors(self._fresh))
 
     def _add_to_sums(self) -> None:
-        torch._foreach_add_(_tensors(self._sums), _tensors(self._fresh))
+        if sums := _tensors(self._sums):
+            torch._foreach_add_(sums, _tensors(self._fresh))
 
     def _show_gradients(self) -> None:
         """Puts the gathered gradients where optimizers look for them."""
@@ -498,6 +516,8 @@ class GraphStage(Stage):
         still be recorded if it is a tensor on the device.
         """
         if not (self._records and self._static and self._update_records):
+            return None
+        if self.corrector.active:  # its numbers change with the lag and the learning rate
             return None
         numbers = self._numbers()
         if self._stepping is not None and self._stepping[0] == numbers:
@@ -583,6 +603,13 @@ def _kind(values: Nest) -> _Kind:
 def _copy(places: Nest, values: Nest) -> None:
     for place, value in zip(nest.tensors(places), nest.tensors(values), strict=True):
         place.copy_(value.detach())
+
+
+def _copy_all(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """As few kernels as can be, where there is something to copy at all."""
+    if found := list(places):
+        with torch.no_grad():
+            torch._foreach_copy_(found, list(values))
 
 
 def _copied(tensor: Tensor) -> Tensor:

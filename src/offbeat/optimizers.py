@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat.errors import ConfigurationError
+from offbeat.planning import OptimizerKind
 from offbeat.stage import Stage
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
@@ -25,6 +27,20 @@ def attach_optimizers(
     _check_optimizers(stage)
     if scheduler is not None:
         stage.schedulers = [_check_scheduler(scheduler(o)) for o in stage.optimizers]
+
+
+def kind_of(optimizer: OptimizerFactory) -> OptimizerKind:
+    """What a user's factory makes, found out with a parameter that stands in for theirs."""
+    try:
+        made = optimizer([nn.Parameter(torch.zeros(2, 2))])
+    except Exception:  # it looks for its own parameters, or is no function: said elsewhere
+        return "other"
+    found = list(made) if isinstance(made, Sequence) else [made]
+    if all(isinstance(o, Adam | AdamW) for o in found):
+        return "adam"
+    groups = [group for o in found if isinstance(o, SGD) for group in o.param_groups]
+    plain = [g["momentum"] and not g["nesterov"] and not g["dampening"] for g in groups]
+    return "momentum" if plain and all(plain) and len(groups) >= len(found) else "other"
 
 
 def _check_optimizers(stage: Stage) -> None:

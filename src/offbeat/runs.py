@@ -7,6 +7,7 @@ A folder holds
     ledger.jsonl    the last actions of every stage: what a timeline is drawn from
     summary.json    the end: scores, lags, memory, waits; also after Ctrl-C
     model.pt        the final weights, names of the unsplit model
+    readings.jsonl  what monitors read, where the run had any
 
 ``metrics.jsonl`` has lines of three kinds, each with ``kind``, ``step``, ``epoch`` and ``time_s``
 (seconds since the start): ``step`` (``loss``, ``rows_per_s``, ``lr``), ``evaluation`` (``loss``,
@@ -21,9 +22,10 @@ from typing import Any, TextIO
 
 from offbeat.errors import ConfigurationError
 from offbeat.ledger import Ledger
+from offbeat.readings import Readings
 
 CONFIG, METRICS, LEDGER = "config.json", "metrics.jsonl", "ledger.jsonl"
-SUMMARY, MODEL = "summary.json", "model.pt"
+SUMMARY, MODEL, READINGS = "summary.json", "model.pt", "readings.jsonl"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Run:
         """The last actions, if they were kept."""
         path = self.folder / LEDGER
         return Ledger.load(path) if path.exists() else None
+
+    def readings(self) -> Readings | None:
+        """What its monitor read, if it had one."""
+        path = self.folder / READINGS
+        return Readings.load(path) if path.exists() else None
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.metrics if line["kind"] == kind]

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from offbeat import nest
 from offbeat.buffers import WrittenBuffers
 from offbeat.compiled import Compiled
+from offbeat.corrections.corrector import Corrector
 from offbeat.errors import StageError
 from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
@@ -37,6 +38,8 @@ class Flight:
     given: Nest
     target: Nest
     scale: float
+    lent: bool = False
+    """Whether its forward used weights with a storage of their own, which no update writes."""
     graph: Graph = field(default_factory=Graph)
     stashed: Stashed | None = None
     inputs: list[Tensor] = field(default_factory=list)
@@ -70,6 +73,7 @@ class Stage:
         self.version = 0
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[LRScheduler] = []
+        self.corrector = Corrector()
         self._loss = loss
         self._head = head
         self._seed = seed
@@ -133,7 +137,10 @@ class Stage:
                 f"stage {self.index}: batch {batch} asks for version {read} of the weights; there"
                 f" are {sorted(self._old)} and the newest, {self.version}."
             )
-        with weights_set_to(self._trainable, self._old.get(read)):
+        old = self._old.get(read)
+        weights = self.corrector.forward_weights(batch, read, self.version, old)
+        flight.lent = weights is not None
+        with weights_set_to(self._trainable, weights):
             if self._rule == "recompute":
                 with torch.no_grad(), self._buffers.restored():
                     output, loss = self._run(batch, flight, given)
@@ -151,15 +158,18 @@ class Stage:
         """
         flight = self._flights[batch]
         if self._rule == "recompute" and not flight.outputs:
-            self._build_graph(batch, flight, flight.given)
+            with self._backward_weights(batch):
+                self._build_graph(batch, flight, flight.given)
 
     def backward(self, batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds a micro-batch's gradient to the weights'; returns the gradients of its inputs."""
         self.prepare(batch)
         flight = self._flights[batch]
         outputs, starts = self._starts(flight, gradients)
-        if outputs:
-            torch.autograd.backward(outputs, starts)
+        with self._backward_weights(batch):
+            if outputs:
+                torch.autograd.backward(outputs, starts)
+        self.corrector.arrived(batch)
         del self._flights[batch]
         return [tensor.grad for tensor in flight.inputs]
 
@@ -170,8 +180,9 @@ class Stage:
         self._end_update()
 
     def _step_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with self.corrector.update(self.version):
+            for optimizer in self.optimizers:
+                optimizer.step()
 
     def _end_update(self) -> None:
         for parameter in self._trainable:
@@ -179,6 +190,7 @@ class Stage:
         for scheduler in self.schedulers:
             scheduler.step()
         self.version += 1
+        self.corrector.observe()
         alive = {f.version for f in self._flights.values() if f.graph.weights} | set(self._old)
         if self._rule == "stash" or self._kept_versions:
             self._peak_versions = max(self._peak_versions, len(alive | {self.version}))
@@ -319,6 +331,11 @@ class Stage:
 
     # ---------------------------------------------------------------- versions and memory
 
+    def _backward_weights(self, batch: int) -> AbstractContextManager[None]:
+        """Lends the module what a correction wants a backward to see instead of the newest."""
+        weights = self.corrector.backward_weights(batch, self.version)
+        return weights_set_to(self._trainable, weights)
+
     def _save_version_in_use(self) -> None:
         """Lets the update write beside the values that something in flight still needs."""
         if self._kept_versions:
@@ -326,7 +343,8 @@ class Stage:
             for version in [v for v in self._old if v <= self.version - self._kept_versions]:
                 del self._old[version]
         elif self._rule == "stash":
-            graphs = [f.graph for f in self._flights.values() if f.version == self.version]
+            flights = [f for f in self._flights.values() if not f.lent]
+            graphs = [f.graph for f in flights if f.version == self.version]
             needed = set().union(*(graph.weights for graph in graphs))
             move_to_fresh_storage(p for p in self._trainable if p in needed)
 
@@ -334,6 +352,7 @@ class Stage:
         """Forgets everything in flight, and gradients that were not applied."""
         self._flights.clear()
         self._old.clear()
+        self.corrector.forget()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -15,6 +15,8 @@ from offbeat import checks, nest
 from offbeat.assembly import Recipe
 from offbeat.averaging import Averaging
 from offbeat.averaging.engine import Averager
+from offbeat.corrections import Correction, Monitor
+from offbeat.corrections.corrector import Corrector, Fill
 from offbeat.cut import Balancing, Cuts, Model, counted_cuts, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
@@ -25,8 +27,11 @@ from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
+from offbeat.planning import Auto, Plan
+from offbeat.probing import cosines
 from offbeat.processes import Processes, processes_launched
 from offbeat.profiling import measured_cuts
+from offbeat.readings import Readings
 from offbeat.replicas import Replicas, mean_of, state_of
 from offbeat.schedule import Schedule
 from offbeat.sharding import Sampler, shards_of
@@ -63,7 +68,11 @@ class Trainer:
                    list of modules: the stages as given.
     ``loss``       ``loss(output, target)``, one number, a mean over rows.
     ``optimizer``  called once per stage with its parameters; may return several optimizers.
-    ``method``     an object from :mod:`offbeat.methods`, or its name.
+    ``method``     an object from :mod:`offbeat.methods`, or its name; "auto" takes the least lag
+                   that keeps all stages busy, accumulation and corrections with it, and says why.
+    ``corrections``  what makes its staleness less harmful: objects from
+                   :mod:`offbeat.corrections`, or their names; they find the lag by themselves.
+    ``monitor``    ``Monitor()`` reads how stale each stage is into ``readings``.
     ``stages``     how many, cut where the cost of the first batch balances (see ``balance``);
                    ``cuts=[7]`` begins the next stage at child 7, ``cuts=["transformer.h.6"]`` at
                    that block; ``ppv=(7,)`` ends one after the 7th conv or linear layer.
@@ -98,7 +107,9 @@ class Trainer:
         *,
         loss: Loss,
         optimizer: OptimizerFactory,
-        method: Method | str = Synchronous(),  # noqa: B008 -- a frozen value
+        method: Method | Auto | str = Synchronous(),  # noqa: B008 -- a frozen value
+        corrections: Sequence[Correction | str] = (),
+        monitor: Monitor | None = None,
         stages: int | None = None,
         cuts: Cuts | None = None,
         ppv: Sequence[int] | None = None,
@@ -114,13 +125,19 @@ class Trainer:
         timeout: float = 300.0,
         faults: Faults | None = None,
     ) -> None:
+        self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
+        self._plan = checks.plan_of(method, self._cut.stages, optimizer)
+        if self._plan is not None:
+            method, corrections = self._plan.method, corrections or self._plan.corrections
         method = checks.checked_method(method)
         self._replicas = Replicas(replicas, checks.checked_replicas(replicas, averaging))
         self._phases = deque(method.phases())
-        self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
         checks.warn_of_one_stage(method, self._cut.stages, asked)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
+        self._corrections = checks.checked_corrections(corrections)
+        for (phase, _), schedule in zip(self._phases, self._schedules, strict=True):
+            checks.check_corrections_fit(self._corrections, phase, schedule)
         self._device = checks.device_of(self._cut.model)
         self._balance = balance
         self._clip = checks.checked_clip(clip)
@@ -135,6 +152,8 @@ class Trainer:
         self._step_in_fill = 0
         self._steps_in_phase = 0
         self._evaluations = 0
+        self._monitor = checks.checked_monitor(monitor)
+        self._readings = Readings()
         self._stopped: str | None = None
         self._ledger = Ledger()
         self._processes: Processes | None = None
@@ -151,7 +170,8 @@ class Trainer:
             self._transports = [self._streams.transport]
         if chosen == "processes":
             self._processes = Processes(self._cut.stages, replicas, self._device, timeout)
-            seed = self._processes.agree_on_setup(self._cut.model, method, self.averaging, seed)
+            how = (method, self.averaging, self._corrections)
+            seed = self._processes.agree_on_setup(self._cut.model, *how, seed)
             self._here = range(self._processes.replica, self._processes.replica + 1)
             self._transports = [self._processes.transport]
         self._recipe = Recipe(
@@ -164,6 +184,8 @@ class Trainer:
             compile=compile,
             lanes=None if self._streams is None else self._streams.lanes,
         )
+        if self._plan is not None and self.rank == 0:
+            print(self._plan)
         if not self._cut.needs_batch and not self._needs_heads:
             self._build(None)
 
@@ -178,6 +200,16 @@ class Trainer:
     def method(self) -> Method:
         """The method that runs now (under ``Phases``: the present phase)."""
         return self._phases[0][0]
+
+    @property
+    def plan(self) -> Plan | None:
+        """What ``method="auto"`` chose, and why; None if it was not asked."""
+        return self._plan
+
+    @property
+    def corrections(self) -> tuple[Correction, ...]:
+        """What makes staleness less harmful, at the stages that lag."""
+        return self._corrections
 
     @property
     def stages(self) -> int:
@@ -238,6 +270,14 @@ class Trainer:
             self._streams.ledger.settle()
         return self._ledger
 
+    @property
+    def readings(self) -> Readings:
+        """What the monitor has read: staleness, quality of predictions, cosines of probes."""
+        if self._processes is None:
+            return self._readings
+        parts = self._processes.share_bytes(self._readings.to_bytes())
+        return Readings.merged(map(Readings.from_bytes, parts))
+
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage of each replica holds now: weight copies, graphs, bytes."""
         own = [worker.stage.memory() for worker in self._workers]
@@ -272,6 +312,7 @@ class Trainer:
                 worker.step = self._step
                 worker.pending += self._schedule.row(worker.stage.index, self._step_in_fill)
             self._run()
+            self._read_monitors()
             self._step += 1
             self._step_in_fill += 1
             self._steps_in_phase += 1
@@ -344,6 +385,11 @@ class Trainer:
             for worker in self._workers:
                 run_alone(worker)
 
+    def _read_monitors(self) -> None:
+        for stage in (worker.stage for worker in self._workers):
+            for what, value in stage.corrector.readings(stage.version):
+                self._readings.record(what, stage.index, stage.replica, stage.version, value)
+
     def _enter_next_phase(self) -> None:
         updates = self._phases[0][1]
         if updates is not None and self._steps_in_phase >= updates:
@@ -356,11 +402,20 @@ class Trainer:
         with self._joined():
             for worker in self._workers:
                 index = worker.stage.index
+                fill = Fill(
+                    lag=schedule.lags[index],
+                    rule=method.rule,
+                    reads_old_versions=schedule.kept_versions(index) > 0,
+                    micro_batches=schedule.micro_batches,
+                    first_batch=self._next_batch,
+                    first_update=worker.stage.version,
+                )
+                worker.stage.corrector.begin(fill, worker.stage.optimizers)
                 worker.stage.follow(
                     method.rule,
                     in_flight=schedule.in_flight(index),
                     kept_versions=schedule.kept_versions(index),
-                    shrink=method.shrink,
+                    shrink=method.shrink * worker.stage.corrector.shrinkage,
                     local_loss=schedule.local_losses,
                 )
                 worker.begin(schedule, self._next_batch)
@@ -462,6 +517,31 @@ class Trainer:
             self._evaluations += 1
             return self._processes.share_result(score, self._evaluations)
 
+    def probe(self, x: Nest, y: Nest) -> dict[int, float]:
+        """Per stage, the cosine of this batch's gradient at the stale and at the newest weights.
+
+        The stale point is where the next gradient to be applied was computed. Training goes on as
+        if nothing had happened; the values are also in ``readings``.
+        """
+        self._refuse_if_stopped()
+        checks.check_probe(self._monitor, self._schedule)
+        with self._stopping_on_error(), modes_kept(self.model), torch.enable_grad():
+            self._evaluations += 1
+            shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
+            found = dict(cosines(shown, self._recipe, self._evaluations, x, y))
+            for worker in shown:
+                stage = worker.stage
+                if stage.index in found:
+                    value = found[stage.index]
+                    self._readings.record(
+                        "cosine", stage.index, stage.replica, stage.version, value
+                    )
+            if self._processes is None:
+                return dict(sorted(found.items()))
+            everyone = self._processes.exchange("cosines", list(found.items()))
+            own = everyone[self._processes.replica * self.stages :][: self.stages]
+            return {stage: value for of_rank in own for stage, value in of_rank}
+
     def state_dict(self) -> dict[str, Any]:
         """A copy of the newest weights and buffers under the names of the unsplit model.
 
@@ -533,6 +613,13 @@ class Trainer:
         )
 
     def _worker(self, stage: Stage, transport: Transport) -> Worker:
+        stage.corrector = Corrector(
+            self._corrections,
+            stage=stage.index,
+            stages=self.stages,
+            parameters=[p for p in stage.parameters if p.requires_grad],
+            monitor=self._monitor,
+        )
         averager = None
         if self.averaging is not None:
             averager = Averager(self.averaging, stage, self.replicas, transport, self._ledger)

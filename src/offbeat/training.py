@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +21,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from offbeat import __version__
 from offbeat.averaging import Averaging, averaging_named
+from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.errors import ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.methods import Method, Phases, Synchronous, method_named
-from offbeat.runs import MODEL, RunWriter
+from offbeat.planning import Auto, settings_of
+from offbeat.runs import MODEL, READINGS, RunWriter
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, data_named, network_for
 
@@ -126,11 +129,21 @@ def _train(
                 return "finished" if done else "interrupted"
         progress.epoch = epoch + 1
         last = progress.epoch == experiment.epochs
+        due = last or progress.epoch % experiment.evaluate_every == 0
+        if due and experiment.monitor and any(trainer.lags):
+            _probe(experiment, data, trainer)  # before a drain: after it nothing is stale
         if last:
             trainer.flush()
-        if last or progress.epoch % experiment.evaluate_every == 0:
+        if due:
             _evaluate(experiment, data, trainer, progress, watchers)
     return "finished"
+
+
+def _probe(experiment: Experiment, data: Data, trainer: Trainer) -> None:
+    """On the first test batch, which is the same every time."""
+    loader = data.test_loader(experiment.batch_size, device=experiment.device)
+    for x, y in islice(trainer.batches(loader), 1):
+        trainer.probe(x, y)
 
 
 def _evaluate(
@@ -155,6 +168,8 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         loss=data.loss,
         optimizer=optimizer_factory(experiment),
         method=method_of(experiment, steps_per_epoch),
+        corrections=corrections_of(experiment),
+        monitor=Monitor(probe=True) if experiment.monitor else None,
         stages=experiment.stages,
         cuts=cuts,
         ppv=experiment.ppv or None,
@@ -178,11 +193,29 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def method_of(experiment: Experiment, steps_per_epoch: int) -> Method:
+def method_of(experiment: Experiment, steps_per_epoch: int) -> Method | Auto:
+    if experiment.method.name == "auto":
+        return _auto(experiment)
     method = method_named(experiment.method.name, **experiment.method.settings)
     if experiment.hybrid is None:
         return method
     return Phases((method, experiment.hybrid * steps_per_epoch), (Synchronous(), None))
+
+
+def _auto(experiment: Experiment) -> Auto:
+    if experiment.hybrid is not None:
+        raise ConfigurationError(
+            "hybrid with method auto: run auto once, and give the method it prints by its name."
+        )
+    settings = experiment.method.settings
+    odd = sorted(set(settings) - {"hop"})
+    if odd:
+        raise ConfigurationError(f"auto has no setting {odd[0]!r}: it takes hop.")
+    return Auto(batch=max(1, experiment.batch_size // experiment.replicas), **settings)
+
+
+def corrections_of(experiment: Experiment) -> list[Correction]:
+    return [correction_named(choice.name, **choice.settings) for choice in experiment.correction]
 
 
 def averaging_of(experiment: Experiment) -> Averaging | None:
@@ -310,6 +343,7 @@ class Recorder:
 def _described(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
     return {
         **experiment.as_dict(),
+        **_planned(trainer),
         "lags": list(trainer.lags),
         "stages": trainer.stages,
         "command": sys.argv,
@@ -324,6 +358,16 @@ def _described(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def _planned(trainer: Trainer) -> dict[str, Any]:
+    """What "auto" came to, in the words in which a configuration says it."""
+    plan = trainer.plan
+    if plan is None:
+        return {}
+    method = {"name": plan.method.name, "settings": settings_of(plan.method)}
+    chosen = [{"name": c.name, "settings": {}} for c in trainer.corrections]
+    return {"plan": {"method": method, "correction": chosen, "reasons": list(plan.reasons)}}
+
+
 def _finish(
     trainer: Trainer,
     progress: Progress,
@@ -333,6 +377,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Everything that all processes must be asked for, then the files."""
     ledger, memory, state = trainer.ledger, trainer.memory(), trainer.state_dict()
+    readings = trainer.readings
     found = progress.evaluation
     stages, replicas = range(trainer.stages), range(trainer.replicas)
     lags = {k: Counter(lag for r in replicas for lag in ledger.lags(k, r).values()) for k in stages}
@@ -358,6 +403,8 @@ def _finish(
     if writer is not None:
         writer.add("end", **recorder.place(progress), status=status)
         torch.save(state, writer.folder / MODEL)
+        if len(readings):
+            readings.save(writer.folder / READINGS)
         writer.finish(summary, ledger.tail(_LEDGER_ENTRIES))
     return summary
 

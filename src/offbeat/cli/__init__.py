@@ -1,7 +1,7 @@
-"""The command line: methods, schedule, timeline, train, study, report.
+"""The command line: methods, corrections, schedule, timeline, train, study, report.
 
-Only a command that trains may import torch, and only when it runs, so that every other answer, help
-included, is there at once.
+Only a command that trains or lists corrections may import torch, and only when it runs, so that
+every other answer, help included, is there at once.
 """
 
 import json
@@ -21,6 +21,7 @@ from offbeat.cli.options import (
     BackwardOption,
     BatchesOption,
     BetaOption,
+    CapOption,
     ForwardOption,
     HopOption,
     HopsOption,
@@ -110,6 +111,42 @@ def methods(as_json: JsonOption = False) -> None:
 
 
 @app.command()
+def corrections(as_json: JsonOption = False) -> None:
+    """List the corrections: what each changes, its settings, memory, paper."""
+    from offbeat.corrections import CORRECTIONS
+
+    rows = [
+        {
+            "name": kind.name,
+            "acts_on": kind.acts_on,
+            "settings": {f.name: f.default for f in fields(kind)},
+            "weight_copies": kind.memory,
+            "reference": kind.reference,
+        }
+        for kind in CORRECTIONS
+    ]
+    if as_json:
+        _print_json(rows)
+        return
+    head = ["name", "acts on", "settings", "copies", "reference"]
+    body = [
+        [
+            str(row["name"]),
+            str(row["acts_on"]),
+            ",".join(f"{f.name}={f.default}" for f in fields(kind)) or "-",
+            str(row["weight_copies"]),
+            str(row["reference"]),
+        ]
+        for kind, row in zip(CORRECTIONS, rows, strict=True)
+    ]
+    _print_columns([head, *body])
+    typer.echo(
+        "\ncopies: further ones of a stage's weights, D being its lag. A stage without lag is left"
+        "\nalone by all of them. As in: offbeat train --correction predict:horizon=lag"
+    )
+
+
+@app.command()
 def schedule(
     name: NameArgument,
     stages: StagesOption = "4",
@@ -120,10 +157,11 @@ def schedule(
     beta: BetaOption = None,
     lag: LagOption = None,
     hops: HopsOption = None,
+    cap: CapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print a method's order of work, and its lags."""
-    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops)
+    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops, cap)
     steps = read_count("--batches", batches)
     plan = method.schedule(read_count("--stages", stages, most=MOST_STAGES))
     table = plan.table(steps)
@@ -161,6 +199,7 @@ def timeline(
     beta: BetaOption = None,
     lag: LagOption = None,
     hops: HopsOption = None,
+    cap: CapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Draw a method in time, or a run that was measured, with busy share and speed-up."""
@@ -174,7 +213,7 @@ def timeline(
         typer.echo(json.dumps(_timed(found), indent=2) if as_json else _drawn(found, columns, " s"))
         return
     assert name is not None
-    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops)
+    method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops, cap)
     costs = read_costs(share, forward=forward, recompute=recompute, backward=backward, hop=hop)
     steps = read_count("--batches", batches)
     count = read_count("--stages", stages, most=MOST_STAGES)

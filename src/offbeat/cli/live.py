@@ -119,9 +119,8 @@ def _what(trainer: Trainer) -> str:
     replicas = "" if trainer.replicas == 1 else f", {trainer.replicas} replicas"
     count = f"{trainer.stages} stage{'s' if trainer.stages > 1 else ''}"
     where = "" if trainer.mesh_size == 1 else f", {trainer.mesh_size} processes"
-    return (
-        f"{trainer.method.title}, {count}{replicas}{where}, lag {' '.join(map(str, trainer.lags))}"
-    )
+    how = ", ".join([trainer.method.title, *(c.title.lower() for c in trainer.corrections)])
+    return f"{how}, {count}{replicas}{where}, lag {' '.join(map(str, trainer.lags))}"
 
 
 def _score(progress: Progress) -> str:

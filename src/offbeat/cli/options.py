@@ -57,6 +57,9 @@ WidthOption = Annotated[
 
 AccumulateOption = Annotated[str | None, _option("M", "Setting: micro-batches per update.")]
 MicroBatchesOption = Annotated[str | None, _option("M", "Setting: the same for gpipe and 1f1b.")]
+CapOption = Annotated[
+    str | None, _option("N", "Setting: most micro-batches in flight at the first stage.")
+]
 RuleOption = Annotated[
     str | None,
     _option("RULE", "Setting: a backward's weights: stash, current, recompute.", "--backward-rule"),
@@ -121,6 +124,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
         _whole_or_wholes,
         f"a whole number from 0 to {_MOST}, or one per hop, as in --hops 1,1",
     ),
+    "cap": ("--cap", _whole, f"a whole number from 0 to {_MOST}"),
 }
 
 

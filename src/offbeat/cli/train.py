@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.experiment import Experiment
+from offbeat.experiment import Choice, Experiment
 
 ConfigOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A TOML file; flags given beside it win.")
@@ -50,9 +50,10 @@ def _annotation(name: str, kind: Any, words: dict[str, str], default: Any) -> An
         opposite = f"--no-{name.replace('_', '-')}"
         option = typer.Option(f"{flag}/{opposite}", help=words["help"], show_default=False)
         return Annotated[bool | None, option]
+    several = kind == tuple[Choice, ...]
     metavar = words["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
     option = typer.Option(flag, metavar=metavar, help=words["help"] + shown, show_default=False)
-    return Annotated[str | None, option]
+    return Annotated[list[str] | None if several else str | None, option]
 
 
 def _text(value: Any) -> str:
@@ -64,7 +65,8 @@ def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
     values: dict[str, Any] = {} if config is None else Experiment.from_toml(config)
     where = "" if config is None else f" in {config}"
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    return Experiment.read(values | {k: v for k, v in flags.items() if v is not None}, where)
+    given = {k: v for k, v in flags.items() if v is not None and v != []}
+    return Experiment.read(values | given, where)
 
 
 def folder_for(experiment: Experiment, out: str | None) -> Path:

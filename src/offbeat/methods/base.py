@@ -67,17 +67,25 @@ class Asynchronous(Method):
     """A method whose stages go on while gradients are on their way.
 
     ``accumulate=M`` splits every batch into M micro-batches and updates once per batch (None: as
-    many as there are stages); ``backward`` overrides the paper's rule, for ablation.
+    many as there are stages); ``backward`` overrides the paper's rule, for ablation; ``cap`` bounds
+    the micro-batches in flight at the first stage, and those of the others in proportion: less lag
+    and less slack. ``cap=K-1`` is the least that keeps every stage busy if messages take no time.
     """
 
     backward: Rule = "stash"
     accumulate: int | None = 1
+    cap: int | None = None
 
     def __post_init__(self) -> None:
         if self.backward not in RULES:
             raise unknown("backward rule", self.backward, RULES)
         if self.accumulate is not None:
             require_count("accumulate", self.accumulate)
+        if self.cap is not None and (not isinstance(self.cap, int) or self.cap < 0):
+            raise ConfigurationError(
+                f"cap={self.cap!r}: give the most micro-batches that may be in flight at the first"
+                " stage, a whole number of at least 0, or None for no bound."
+            )
 
     @property
     def rule(self) -> Rule:
@@ -87,15 +95,26 @@ class Asynchronous(Method):
     def depths(self, stages: int) -> tuple[int, ...]:
         """Micro-batches in flight per stage: the papers' m_k."""
 
+    def capped_depths(self, stages: int) -> tuple[int, ...]:
+        """What is really kept in flight.
+
+        In proportion, because a hop between stages that hold equally many would have no time at
+        all; and depths that do not increase from stage to stage cannot deadlock.
+        """
+        depths = self.depths(stages)
+        if self.cap is None or depths[0] <= self.cap:
+            return depths
+        return tuple(depth * self.cap // depths[0] for depth in depths)
+
     def micro_batches(self, stages: int) -> int:
         return stages if self.accumulate is None else self.accumulate
 
     def schedule(self, stages: int) -> Schedule:
         micro_batches = self.micro_batches(stages)
-        return Schedule(staggered(self.depths(stages), micro_batches), micro_batches)
+        return Schedule(staggered(self.capped_depths(stages), micro_batches), micro_batches)
 
     def lags(self, stages: int) -> tuple[int, ...]:
-        return tuple(-(-depth // self.micro_batches(stages)) for depth in self.depths(stages))
+        return tuple(-(-d // self.micro_batches(stages)) for d in self.capped_depths(stages))
 
 
 def require_count(name: str, value: object) -> None:

@@ -82,7 +82,7 @@ class DSP(Asynchronous):
         return tuple(self.hop)
 
     def schedule(self, stages: int) -> Schedule:
-        lag = self.depths(stages)
+        lag = self.capped_depths(stages)
         both_ways = [high - low for high, low in pairwise(lag)]
         if self.hop is None:
             hops = tuple(ticks // 2 for ticks in both_ways)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.averaging import Averaging
 from offbeat.checks import checksum_of
+from offbeat.corrections import Correction
 from offbeat.errors import BatchError, ConfigurationError, WorkerLost
 from offbeat.evaluation import Evaluation, Score
 from offbeat.ledger import Ledger
@@ -114,7 +115,12 @@ class Processes:
         return self._board.exchange(name, value)
 
     def agree_on_setup(
-        self, model: nn.Module, method: Method, averaging: Averaging | None, seed: int | None
+        self,
+        model: nn.Module,
+        method: Method,
+        averaging: Averaging | None,
+        corrections: Sequence[Correction],
+        seed: int | None,
     ) -> int:
         """Refuses processes that were set up differently; returns the seed to use."""
         tensors = model.state_dict()
@@ -123,6 +129,10 @@ class Processes:
             {
                 "the method": (describe(method), "Give every process the same method."),
                 "the averaging": (describe(averaging), "Give every process the same averaging."),
+                "the corrections": (
+                    describe(tuple(corrections)),
+                    "Give every process the same corrections.",
+                ),
                 "the model": (
                     f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
                     "Build the same model everywhere.",
@@ -280,8 +290,8 @@ def _say_goodbye(board: Board, edges: Edges) -> None:
 
 
 def describe(value: object) -> str:
-    """A method or averaging and its settings, in words that are the same in every process."""
-    if isinstance(value, Method | Averaging):
+    """A method and the like with its settings, in words that are the same in every process."""
+    if isinstance(value, Method | Averaging | Correction):
         settings = (f"{f.name}={describe(getattr(value, f.name))}" for f in fields(value))
         return f"{type(value).__name__}({', '.join(settings)})"
     if isinstance(value, tuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 from offbeat.errors import ConfigurationError
 from offbeat.ledger import Ledger
+from offbeat.readings import Readings
 from offbeat.report.actions import lags_of
 from offbeat.report.values import count, either, listing, mapping, name_of, number, whole
 from offbeat.runs import Run
@@ -62,11 +63,22 @@ class Facts:
     @property
     def method(self) -> str | None:
         """The method's name."""
-        return name_of(self.config.get("method"))
+        return name_of(self._asked.get("method"))
 
     @property
     def settings(self) -> dict[str, Any]:
-        return mapping(mapping(self.config.get("method")).get("settings"))
+        return mapping(mapping(self._asked.get("method")).get("settings"))
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """What decided the run: the configuration, or what "auto" made of it."""
+        return self.config | mapping(self.config.get("plan"))
+
+    @property
+    def corrections(self) -> list[str]:
+        """The names of what was done against staleness."""
+        names = [name_of(value) for value in listing(self._asked.get("correction"))]
+        return [name for name in names if name is not None]
 
     @property
     def averaging(self) -> str | None:
@@ -177,6 +189,14 @@ class Facts:
         except ConfigurationError:
             return None
         return ledger if ledger else None
+
+    @cached_property
+    def readings(self) -> Readings | None:
+        """What the monitor read; None if there was none, or if the file is damaged."""
+        try:
+            return self.run.readings()
+        except ConfigurationError:
+            return None
 
     @cached_property
     def lag_counts(self) -> dict[int, dict[int, int]]:

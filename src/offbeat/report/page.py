@@ -13,6 +13,7 @@ from offbeat.report.curves import columns_of, curves
 from offbeat.report.facts import facts_of
 from offbeat.report.markup import Markup, data_block, join, tag
 from offbeat.report.reading import reading
+from offbeat.report.staleness import staleness
 from offbeat.report.summary import comparison, summary
 from offbeat.report.timelines import timelines
 from offbeat.runs import Run
@@ -35,6 +36,7 @@ def page(runs: Sequence[Run]) -> str:
         "Curves": curves(facts),
         "Timeline": timelines(facts, drawings),
         "Lag": lags(facts),
+        "Staleness": staleness(facts) if any(run.readings for run in facts) else None,
         "Memory": memory(facts),
         "Waiting": waiting(facts),
         "Configuration": configuration_table(facts),

@@ -21,7 +21,8 @@ def _sentence(run: Facts, place: int | None) -> Markup:
 
 
 def _set_up(run: Facts) -> str:
-    text = f"trained {run.model or 'a model'} with {run.method or 'an unknown method'}"
+    how = " + ".join([run.method or "an unknown method", *run.corrections])
+    text = f"trained {run.model or 'a model'} with {how}"
     if run.stages:
         text += f" over {words.plural(run.stages, 'stage')}"
     if run.replicas > 1:
@@ -85,7 +86,7 @@ def comparison(facts: Sequence[Facts]) -> Markup:
 
 
 def _method_words(run: Facts) -> str:
-    text = run.method or words.MISSING
+    text = " + ".join([run.method or words.MISSING, *run.corrections])
     text += f", {words.plural(run.stages, 'stage')}" if run.stages else ""
     if run.replicas > 1:
         text += f", {run.replicas} replicas"

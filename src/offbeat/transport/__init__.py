@@ -14,6 +14,8 @@ What = Literal[
     "evaluation",
     "result",
     "batch",
+    "probe",
+    "probe-gradient",
     # between replicas:
     "gradients",
     "weights",

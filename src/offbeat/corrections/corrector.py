@@ -1,0 +1,310 @@
+"""All corrections of one stage, called by it at three points: forward, backward, update."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
+from offbeat.corrections.groups import Group, Tensors, groups_of
+from offbeat.corrections.monitor import Monitor, Watch
+from offbeat.corrections.seen import ReadWeights
+from offbeat.errors import ConfigurationError
+from offbeat.methods.base import Rule
+from offbeat.readings import What
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """What a method decides about one stage, from one fill of the pipe to its drain."""
+
+    lag: int
+    """The largest of the stage, in updates."""
+    rule: Rule
+    reads_old_versions: bool
+    micro_batches: int
+    first_batch: int
+    """The number of the fill's first micro-batch."""
+    first_update: int
+    """The version of the stage's weights when it starts."""
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """All but where it starts."""
+        return self.lag, self.rule, self.reads_old_versions, self.micro_batches
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A micro-batch between its forward and the update that applies its gradient."""
+
+    version: int
+    weights: Tensors | None
+    """What its forward read, where a correction asks for it later."""
+    judged: tuple[Tensor, Tensor] | None
+    """Of the weights predicted for it, and those it would have read, what the monitor compares."""
+
+
+class Corrector:
+    """Knows every micro-batch's lag and lets the corrections act on it; inactive without lag.
+
+    Order within an update: gradients are changed, the optimizer steps with the rate and momentum by
+    lag, the step is changed, everything is observed. Corrections of one kind act in the order in
+    which they were given.
+    """
+
+    def __init__(
+        self,
+        corrections: Sequence[Correction] = (),
+        *,
+        stage: int = 0,
+        stages: int = 1,
+        parameters: Sequence[nn.Parameter] = (),
+        monitor: Monitor | None = None,
+    ) -> None:
+        self._corrections = corrections
+        self._monitor = monitor
+        self._watch: Watch | None = None
+        self._last_read: int | None = None
+        """The version at which the monitor was last read."""
+        self._stage = stage
+        self._stages = stages
+        self._parameters = tuple(parameters)
+        self._fill: Fill | None = None
+        self._hooks: list[Hook] = []
+        self._groups: list[Group] = []
+        self._read: ReadWeights | None = None
+        self._before: Tensors | None = None
+        self._flights: dict[int, _Flight] = {}
+        self._applied: list[_Flight] = []
+        """Micro-batches whose gradients the next update applies."""
+        self._predicted: dict[tuple[int, int], Tensors | None] = {}
+        """Forward weights by version read and lag: the micro-batches of one step share them."""
+        self._loaded: Mapping[str, Tensor] = {}
+
+    def begin(self, fill: Fill, optimizers: Sequence[Optimizer]) -> None:
+        """Makes ready for a fill; hooks live on from the last one if nothing else has changed."""
+        before, self._fill = self._fill, fill
+        self.forget_flights()
+        idle = not self._corrections and self._monitor is None
+        if fill.lag == 0 or not self._parameters or idle:
+            self._hooks, self._watch = [], None
+            return
+        same = before is not None and before.shape == fill.shape
+        if not same or not self._hooks:
+            self._make_hooks(fill, optimizers)
+        if self._loaded:
+            self._take_loaded()
+
+    def _make_hooks(self, fill: Fill, optimizers: Sequence[Optimizer]) -> None:
+        self._groups = groups_of(optimizers)
+        around = Surroundings(
+            stage=self._stage,
+            stages=self._stages,
+            lag=fill.lag,
+            rule=fill.rule,
+            reads_old_versions=fill.reads_old_versions,
+            parameters=self._parameters,
+            groups=self._groups,
+        )
+        self._hooks = [correction.hook(around) for correction in self._corrections]
+        self._watch = None if self._monitor is None else Watch(self._monitor, around)
+        if self._watch is not None:  # first, so that it sees gradients as they arrive
+            self._hooks.insert(0, self._watch)
+        self._read = self._before = None
+        if any(hook.needs_read for hook in self._hooks):
+            self._read = ReadWeights(self._parameters, fill.lag, fill.micro_batches)
+        if any(hook.needs_before for hook in self._hooks):
+            self._before = tuple(torch.zeros_like(p) for p in self._parameters)
+
+    @property
+    def active(self) -> bool:
+        return bool(self._hooks)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether forwards use other weights than the newest."""
+        return any(hook.predicts for hook in self._hooks)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether backwards use other weights than those of their rule."""
+        return any(hook.rewinds for hook in self._hooks)
+
+    @property
+    def shrinkage(self) -> float:
+        """Factor on the gradients that arrive."""
+        factor = 1.0
+        for correction in self._corrections if self.active else ():
+            factor *= correction.shrinkage
+        return factor
+
+    # ---------------------------------------------------------------- the three points
+
+    def forward_weights(
+        self, batch: int, version: int, newest: int, values: Sequence[Tensor] | None
+    ) -> Sequence[Tensor] | None:
+        """The weights to go forward with; ``values``, None for the stage's own, if unchanged.
+
+        ``version`` is read while ``newest`` is the stage's own.
+        """
+        if not self.active:
+            return values
+        assert self._fill is not None
+        step = (batch - self._fill.first_batch) // self._fill.micro_batches
+        lag = self._fill.first_update + step - version
+        if (version, lag) not in self._predicted:
+            self._predicted[version, lag] = self._predict(Moment(lag, newest))
+        predicted = self._predicted[version, lag]
+        used = values if predicted is None else predicted
+        kept: Tensors | None = None
+        if self._read is not None:
+            kept = self._read.keep(version, values) if predicted is None else predicted
+        judged = None
+        if self._watch is not None and predicted is not None:
+            own = self._parameters if values is None else tuple(values)
+            judged = (self._watch.sample.of(predicted), self._watch.sample.of(own))
+        self._flights[batch] = _Flight(version, kept, judged)
+        return used
+
+    def _predict(self, moment: Moment) -> Tensors | None:
+        with torch.no_grad(), self._tuned(moment):
+            for hook in self._hooks:
+                if hook.predicts:
+                    return hook.forward_weights(hook.numbers(moment))
+        return None
+
+    def backward_weights(self, batch: int, version: int) -> Tensors | None:
+        """The weights for a backward that runs at ``version``; None for those of its rule."""
+        behind = version - self._flights[batch].version if self.rewinds else 0
+        with torch.no_grad():
+            for hook in self._hooks:
+                if hook.rewinds:
+                    return hook.backward_weights(behind)
+        return None
+
+    def arrived(self, batch: int) -> None:
+        """A micro-batch's gradient is there; the next update applies it."""
+        if self.active:
+            self._applied.append(self._flights.pop(batch))
+
+    @contextmanager
+    def update(self, version: int) -> Iterator[None]:
+        """Around the optimizers' steps of the update that ends ``version``."""
+        if not self.active:
+            yield
+            return
+        lag = max((version - flight.version for flight in self._applied), default=0)
+        moment = Moment(lag, version)
+        with self._tuned(moment):
+            numbers = [hook.numbers(moment) for hook in self._hooks]
+            with torch.no_grad():
+                self._judge_predictions()
+                read = self._weights_read()
+                for hook, of_hook in zip(self._hooks, numbers, strict=True):
+                    hook.gradients(of_hook, read)
+                for hook, of_hook in zip(self._hooks, numbers, strict=True):
+                    hook.before_step(of_hook)
+                if self._before is not None:
+                    torch._foreach_copy_(self._before, self._parameters)
+            yield
+            with torch.no_grad():
+                for hook, of_hook in zip(self._hooks, numbers, strict=True):
+                    hook.after_step(of_hook, self._before)
+        self._applied.clear()
+        self._predicted.clear()
+
+    def observe(self) -> None:
+        """After an update and the learning rate's own step."""
+        with torch.no_grad():
+            for hook in self._hooks:
+                hook.observe(self._before)
+
+    @contextmanager
+    def _tuned(self, moment: Moment) -> Iterator[None]:
+        """Lends the optimizers the rate and momentum that corrections want at this lag."""
+        with ExitStack() as stack:
+            for group in self._groups:
+                rate, momentum = 1.0, group.momentum
+                for hook in self._hooks:
+                    rate *= hook.rate(moment)
+                    momentum = None if momentum is None else hook.momentum(moment, momentum)
+                if rate != 1.0 or momentum != group.momentum:
+                    stack.enter_context(group.set_to(rate, momentum))
+            yield
+
+    def _judge_predictions(self) -> None:
+        for flight in self._applied:
+            if self._watch is not None and flight.judged is not None:
+                self._watch.judge(*flight.judged)
+
+    def _weights_read(self) -> Tensors | None:
+        if self._read is None:
+            return None
+        read = [flight.weights for flight in self._applied if flight.weights is not None]
+        return self._read.mean_of(read)
+
+    # ---------------------------------------------------------------- monitors
+
+    def readings(self, version: int) -> list[tuple[What, float]]:
+        """What the monitor reads, once at each version at which it is due."""
+        if self._watch is None or version in (0, self._last_read):
+            return []
+        if version % self._watch.settings.every:
+            return []
+        self._last_read = version
+        return list(self._watch.readings())
+
+    def stale_weights(self) -> Sequence[Tensor] | None:
+        """What the forward of the next gradient to be applied read; None if that is the newest."""
+        oldest = min(self._flights, default=None)
+        return None if oldest is None else self._flights[oldest].weights
+
+    # ---------------------------------------------------------------- memory
+
+    def forget_flights(self) -> None:
+        """Nothing is in flight any more, and the weights may have been written to."""
+        self._flights.clear()
+        self._applied.clear()
+        self._predicted.clear()
+        if self._read is not None:
+            self._read.forget()
+
+    def forget(self) -> None:
+        """Weights were loaded from elsewhere: nothing of the past counts."""
+        self.forget_flights()
+        self._hooks, self._watch = [], None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the corrections remember, complete when nothing is in flight."""
+        return {name: tensor.detach().clone() for name, tensor in self._named_memory()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state_dict` gave, at once or when the next fill begins."""
+        self._loaded = dict(state)
+        if self.active:
+            self._take_loaded()
+
+    def _take_loaded(self) -> None:
+        known = dict(self._named_memory())
+        if set(known) != set(self._loaded):
+            odd = sorted(set(known) ^ set(self._loaded))
+            raise ConfigurationError(
+                f"stage {self._stage}: the saved state of corrections belongs to others than"
+                f" {', '.join(c.name for c in self._corrections)} (differing: {odd[0]}). Give the"
+                " trainer the corrections of the run that was saved."
+            )
+        with torch.no_grad():
+            for name, tensor in known.items():
+                tensor.copy_(self._loaded[name])
+        self._loaded = {}
+
+    def _named_memory(self) -> Iterator[tuple[str, Tensor]]:
+        acting = [hook for hook in self._hooks if hook is not self._watch]
+        for place, hook in enumerate(acting):
+            for key, tensors in hook.memory().items():
+                for number, tensor in enumerate(tensors):
+                    yield f"{place}.{self._corrections[place].name}.{key}.{number}", tensor

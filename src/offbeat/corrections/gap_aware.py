@@ -1,0 +1,95 @@
+"""Gap-aware gradients: divided by how far the weights have gone since."""
+
+from dataclasses import dataclass
+
+import torch
+
+from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
+from offbeat.corrections.base import require_number as _require
+from offbeat.corrections.groups import Group, Tensors
+from offbeat.corrections.seen import refuse_recompute
+from offbeat.methods.base import Rule
+
+_EPS = 1e-12
+
+
+@dataclass(frozen=True)
+class GapAware(Correction):
+    """``g <- g / (1 + |w_now - w_read| / C)``, elementwise: gradients of far-away weights shrink.
+
+    C is the size of a usual step, ``largest lr so far x sqrt(mean of g^2)``, with a running mean
+    that forgets by ``decay``. Weight decay that the optimizer adds to g is divided with it.
+    w_read is what the forward read; of several micro-batches in an update, its mean over them.
+    Reference: Barkai et al. 2020 (arXiv 1909.10802).
+
+    >>> GapAware().decay
+    0.99
+    """
+
+    name = "gap-aware"
+    title = "Gap-aware gradients"
+    acts_on = "gradients"
+    memory = "D + 2"
+    reference = "Barkai et al. 2020, arXiv 1909.10802"
+
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        _require("GapAware", "decay", self.decay, above=0, most=1)
+
+    def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
+        del reads_old_versions
+        refuse_recompute(self.name, rule)
+
+    def hook(self, around: Surroundings) -> "Gap":
+        return Gap(self, around)
+
+
+class Gap(Hook):
+    needs_read = True
+
+    def __init__(self, settings: GapAware, around: Surroundings) -> None:
+        self._decay = settings.decay
+        self._groups = around.groups
+        self._places = {id(p): place for place, p in enumerate(around.parameters)}
+        self._squares = tuple(torch.zeros_like(p) for p in around.parameters)
+        self._seen = torch.zeros((), dtype=torch.float64, device=around.parameters[0].device)
+        """The weight of all gradients in the running mean: its bias correction."""
+        self._largest = torch.zeros(len(self._groups), dtype=torch.float64)  # on the host
+
+    def numbers(self, moment: Moment) -> Numbers:
+        """Per group the largest learning rate so far; 0 where nothing is to be done."""
+        rates = [float(group.lr) for group in self._groups]
+        self._largest.copy_(self._largest.maximum(self._largest.new_tensor(rates)))
+        largest: list[float] = self._largest.tolist()
+        return largest if moment.lag else [0.0] * len(rates)
+
+    def gradients(self, numbers: Numbers, read: Tensors | None) -> None:
+        assert read is not None
+        self._seen.mul_(self._decay).add_(1 - self._decay)
+        for group, rate in zip(self._groups, numbers, strict=True):
+            self._shrink(group, rate, read)
+
+    def _shrink(self, group: Group, rate: float, read: Tensors) -> None:
+        found = [p for p in group.parameters if p.grad is not None]
+        gradients = [p.grad for p in found if p.grad is not None]
+        if not found:
+            return
+        places = [self._places[id(p)] for p in found]
+        squares = [self._squares[place] for place in places]
+        torch._foreach_mul_(squares, self._decay)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - self._decay)
+        if not rate:
+            return
+        usual = torch._foreach_sqrt(torch._foreach_div(squares, self._seen))
+        usual = torch._foreach_add(torch._foreach_mul(usual, rate), _EPS)
+        weights = [p.detach() for p in found]
+        gap = torch._foreach_abs(torch._foreach_sub(weights, [read[place] for place in places]))
+        penalty = torch._foreach_add(torch._foreach_div(gap, usual), 1.0)
+        decay = torch._foreach_mul(weights, group.coupled_decay)
+        torch._foreach_add_(gradients, decay)
+        torch._foreach_div_(gradients, penalty)
+        torch._foreach_sub_(gradients, decay)
+
+    def memory(self) -> dict[str, Tensors]:
+        return {"squares": (*self._squares, self._seen), "largest": (self._largest,)}

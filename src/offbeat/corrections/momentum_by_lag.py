@@ -1,0 +1,53 @@
+"""Another momentum where gradients are older."""
+
+from dataclasses import dataclass
+
+from offbeat.corrections.base import Correction, Hook, Moment, Surroundings, require_number
+from offbeat.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class MomentumByLag(Correction):
+    """``b <- b + D (towards - b) / K``: the momentum goes ``towards`` another value with the lag.
+
+    Up, as by default, where another correction keeps high momentum stable; down where there is
+    none. SGD's and Muon's momentum, Adam's beta1. Where D is more than the number of stages K it is
+    ``towards`` itself. Costs nothing. Reference: Ajanthan et al. 2025 (arXiv 2505.01099).
+
+    >>> MomentumByLag(towards=0.5).towards
+    0.5
+    """
+
+    name = "momentum-by-lag"
+    title = "Momentum by lag"
+    acts_on = "momentum"
+    memory = "0"
+    reference = "Ajanthan et al. 2025, arXiv 2505.01099"
+
+    towards: float = 0.99
+
+    def __post_init__(self) -> None:
+        require_number("MomentumByLag", "towards", self.towards, above=-1, most=1)
+        if not 0 <= self.towards < 1:
+            raise ConfigurationError(
+                f"MomentumByLag(towards={self.towards!r}): a momentum is at least 0 and below 1."
+            )
+
+    def hook(self, around: Surroundings) -> "_Momentum":
+        for group in around.groups:
+            if not group.momentum:
+                raise ConfigurationError(
+                    f"momentum-by-lag: {group.optimizer_name} of stage {around.stage} has no"
+                    " momentum to change. Give it one, as in SGD(params, lr=0.1, momentum=0.9)."
+                )
+        return _Momentum(self, around)
+
+
+class _Momentum(Hook):
+    def __init__(self, settings: MomentumByLag, around: Surroundings) -> None:
+        self._towards = settings.towards
+        self._stages = around.stages
+
+    def momentum(self, moment: Moment, momentum: float) -> float:
+        share = min(1.0, moment.lag / self._stages)
+        return momentum + share * (self._towards - momentum)

@@ -1,0 +1,60 @@
+"""The weights that forwards have read, for corrections that compare them with the newest."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.corrections.groups import Tensors
+from offbeat.errors import ConfigurationError
+from offbeat.methods.base import Rule
+
+
+class ReadWeights:
+    """One copy per version that something in flight may have read, in memory allocated once."""
+
+    def __init__(self, parameters: tuple[nn.Parameter, ...], lag: int, micro_batches: int) -> None:
+        self._parameters = parameters
+        self._copies = [tuple(torch.zeros_like(p) for p in parameters) for _ in range(lag + 1)]
+        self._versions: list[int | None] = [None] * (lag + 1)
+        self._micro_batches = micro_batches
+        self._mean = tuple(torch.zeros_like(p) for p in parameters) if micro_batches > 1 else ()
+
+    def keep(self, version: int, values: Sequence[Tensor] | None) -> Tensors:
+        """A copy of what a forward reads; one per version, however many forwards read it."""
+        place = version % len(self._copies)
+        if self._versions[place] != version:
+            given = self._parameters if values is None else values
+            torch._foreach_copy_(self._copies[place], [v.detach() for v in given])
+            self._versions[place] = version
+        return self._copies[place]
+
+    def mean_of(self, read: Sequence[Tensors]) -> Tensors:
+        """The mean over the micro-batches of one update."""
+        if len(read) == 1:
+            return read[0]
+        torch._foreach_zero_(self._mean)
+        for one in read:
+            torch._foreach_add_(self._mean, one, alpha=1 / len(read))
+        return self._mean
+
+    def forget(self) -> None:
+        self._versions = [None] * len(self._versions)
+
+
+def with_gradients(
+    parameters: tuple[nn.Parameter, ...],
+) -> tuple[list[int], Tensors, Tensors]:
+    """The places, weights and gradients of the parameters that have a gradient."""
+    places = [place for place, p in enumerate(parameters) if p.grad is not None]
+    gradients = tuple(p.grad for p in parameters if p.grad is not None)
+    return places, tuple(parameters[place].detach() for place in places), gradients
+
+
+def refuse_recompute(name: str, rule: Rule) -> None:
+    if rule == "recompute":
+        raise ConfigurationError(
+            f"{name} makes up for the way from the weights a gradient was computed at to the"
+            " newest, and under backward='recompute' these are the same. Use it with"
+            " backward='stash' or 'current', or leave it out."
+        )

@@ -1,0 +1,171 @@
+"""The least staleness that keeps every stage busy, and what to do about the rest."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from offbeat.errors import ConfigurationError
+from offbeat.methods import DSP, Asynchronous, PipeDream, Synchronous
+from offbeat.methods.base import Method, require_count
+from offbeat.timeline import Costs, timeline
+
+OptimizerKind = Literal["momentum", "adam", "other"]
+
+_LEAST_ROWS = 8
+"""Rows of a micro-batch below which a device works on too little at a time."""
+_MOST_LAG: dict[OptimizerKind, int] = {"momentum": 2, "adam": 1, "other": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """``method="auto"`` with what it cannot find out by itself.
+
+    ``hop``    time that a batch's activations take from a stage to the next, in units of one
+               stage's forward and backward of that batch; 0 where messages are fast.
+    ``batch``  rows of a batch (of one replica), so that micro-batches do not get too small.
+    """
+
+    hop: float = 0.0
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hop, int | float) or isinstance(self.hop, bool) or not self.hop >= 0:
+            raise ConfigurationError(
+                f"hop={self.hop!r}: give the time of a message in units of a stage's work on one"
+                " batch, a number of at least 0."
+            )
+        if self.batch is not None:
+            require_count("batch", self.batch)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method, corrections by name, and the reasons."""
+
+    method: Method
+    corrections: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """As ``--method`` and ``--correction`` would say it, and why."""
+        chosen = " + ".join([_spelled(self.method), *self.corrections])
+        return "\n".join([f"auto: {chosen}", *(f"  {reason}" for reason in self.reasons)])
+
+
+def settings_of(method: Method) -> dict[str, Any]:
+    """The settings in which a method differs from its defaults."""
+    usual = type(method)()
+    return {
+        f.name: value
+        for f in fields(method)
+        if (value := getattr(method, f.name)) != getattr(usual, f.name)
+    }
+
+
+def _spelled(method: Method) -> str:
+    settings = ",".join(f"{name}={value}" for name, value in settings_of(method).items())
+    return f"{method.name}:{settings}" if settings else method.name
+
+
+def plan_for(stages: int, optimizer: OptimizerKind = "momentum", auto: Auto | None = None) -> Plan:
+    """What ``method="auto"`` means for this many stages and this kind of optimizer.
+
+    >>> plan = plan_for(4)
+    >>> plan.method.lags(4), plan.corrections
+    ((2, 1, 1, 0), ('spike-compensation',))
+    """
+    require_count("stages", stages)
+    auto = auto or Auto()
+    if stages == 1:
+        return Plan(Synchronous(), (), ("one stage has nothing to wait for",))
+    method, costs = _least_lag(stages, _MOST_LAG[optimizer], auto)
+    speed = timeline(method, stages, costs=costs).speed_up
+    lags = method.lags(stages)
+    reasons = [
+        f"in flight per stage {_listed(method.depths(stages))}: the least that keeps all stages as"
+        f" busy as they can be; modelled speed-up {speed:.2f} over one device",
+        _why_parts(method.micro_batches(stages), lags, _MOST_LAG[optimizer], auto),
+        "stash: gradients are exact, at weights that are lag updates old",
+    ]
+    if optimizer == "momentum" and lags[0] <= _MOST_LAG["momentum"]:
+        reasons.append(
+            "spike compensation: more than doubles the largest stable learning rate of momentum at"
+            " a lag of 1 and 2, and costs no memory"
+        )
+        return Plan(method, ("spike-compensation",), tuple(reasons))
+    reasons.append(f"no correction: {_why_none(optimizer, lags[0])}")
+    return Plan(method, (), tuple(reasons))
+
+
+def _least_lag(stages: int, most: int, auto: Auto) -> tuple[Asynchronous, Costs]:
+    """As few micro-batches in flight as can be, then as few per update as make the lag small."""
+    room = None if auto.batch is None else max(1, auto.batch // _LEAST_ROWS)
+    parts = -(-(stages - 1) // most)
+    for _ in range(3):  # messages are shorter for smaller parts, and depths with them
+        parts = parts if room is None else min(parts, room)
+        costs = Costs(hop=3.0 * auto.hop / parts)
+        depths = least_depths(stages, accumulate=parts, costs=costs)
+        if parts == room or depths[0] <= most * parts:
+            break
+        parts = -(-depths[0] // most)
+    method: Asynchronous = PipeDream(accumulate=parts)
+    if depths != method.depths(stages):
+        method = DSP(lag=depths, backward="stash", accumulate=parts)
+    return method, costs
+
+
+def _why_parts(parts: int, lags: tuple[int, ...], most: int, auto: Auto) -> str:
+    text = f"lag per stage {_listed(lags)} updates, with "
+    text += f"every batch in {parts} parts" if parts > 1 else "whole batches"
+    if lags[0] > most:
+        text += f": more parts of {auto.batch} rows would have fewer than {_LEAST_ROWS}"
+    elif parts > 1:
+        text += (
+            f", the fewest that keep it at most {most}: in updates the lag falls with the parts,"
+            " and the batch per update stays the same"
+        )
+    return text
+
+
+def _why_none(optimizer: OptimizerKind, lag: int) -> str:
+    if optimizer == "momentum":
+        return (
+            f"beyond a lag of {_MOST_LAG['momentum']} (here {lag}) spike compensation lowers the"
+            " largest usable learning rate; try rate-by-lag"
+        )
+    return "none has been shown to help this optimizer at so little lag; try predict"
+
+
+def least_depths(
+    stages: int, *, accumulate: int = 1, costs: Costs | None = None, tolerance: float = 0.02
+) -> tuple[int, ...]:
+    """The smallest in-flight depths at which the timing model loses at most ``tolerance`` of speed.
+
+    >>> least_depths(4)
+    (3, 2, 1, 0)
+    >>> least_depths(4, costs=Costs(hop=0.5))
+    (6, 4, 2, 0)
+    """
+    hops = stages - 1
+    candidates = [*range(hops, 2 * hops + 1), *range(3 * hops, 8 * hops + 1, hops)]
+    best = depths = (0,) * stages
+    fastest = 0.0
+    for first in candidates if hops else ():
+        depths = tuple(first * (hops - stage) // hops for stage in range(stages))
+        method = DSP(lag=depths, backward="stash", accumulate=accumulate)
+        speed = timeline(method, stages, costs=costs).speed_up
+        if speed >= (1 - tolerance) * _ideal(stages, costs):
+            return depths
+        if speed > fastest * (1 + tolerance):
+            best, fastest = depths, speed
+    return best
+
+
+def _ideal(stages: int, costs: Costs | None) -> float:
+    """The speed-up when the dearest stage never waits."""
+    costs = costs or Costs()
+    weights = [costs.weight(stage, stages) for stage in range(stages)]
+    return sum(weights) / max(weights)
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return " ".join(map(str, numbers))

@@ -1,0 +1,46 @@
+"""What the monitor read: how stale each stage was, and what its gradients were still worth."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from offbeat.readings import WHATS
+from offbeat.report import words
+from offbeat.report.facts import Facts
+from offbeat.report.markup import Markup, join, table
+from offbeat.report.parts import note, per_run, place
+
+
+def staleness(facts: Sequence[Facts]) -> Markup:
+    text = (
+        "How stale a stage is: lr / (1 - momentum) x curvature x lag. Below 0.1 staleness does"
+        " little; up to 1 weight prediction helps; beyond that plain momentum is near its limit,"
+        " and only less lag or a smaller learning rate helps. The curvature is read off gradients"
+        " of different batches, so the number errs to the high side."
+    )
+    return join([note(text), per_run(facts, _of_run)])
+
+
+def _of_run(run: Facts) -> Markup:
+    if not run.readings:
+        return note("This run had no monitor.")
+    found: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for reading in run.readings:
+        of_stage = found.setdefault((reading.replica, reading.stage), {})
+        of_stage.setdefault(reading.what, []).append(reading.value)
+    rows = [
+        (place(run, replica, stage), *(_middle(values.get(what)) for what in WHATS),
+         words.number(max(values["staleness"])) if "staleness" in values else words.MISSING)
+        for (replica, stage), values in sorted(found.items())
+    ]  # fmt: skip
+    head = (
+        "stage",
+        "staleness, median",
+        "prediction error as a share of none",
+        "cosine of stale and fresh gradients",
+        "staleness, largest",
+    )
+    return table("How stale, per stage", head, rows)
+
+
+def _middle(values: list[float] | None) -> str:
+    return words.MISSING if values is None else words.number(median(values))

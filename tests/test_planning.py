@@ -1,0 +1,199 @@
+"""The least lag: caps, depths for slow messages, and what "auto" makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
+from offbeat.cli import main
+from offbeat.corrections import Predict, SpikeCompensation
+from offbeat.errors import ConfigurationError
+from offbeat.methods import (
+    ADL,
+    DGL,
+    DSP,
+    FDG,
+    METHODS,
+    Asynchronous,
+    PipeDream,
+    StaleWeights,
+    Synchronous,
+)
+from offbeat.optimizers import kind_of
+from offbeat.planning import Auto, least_depths, plan_for
+from offbeat.report.facts import Facts
+from offbeat.runs import Run
+from offbeat.timeline import Costs, timeline
+
+LAGGING = [m for m in METHODS if issubclass(m, Asynchronous) and m is not DGL]
+
+# ------------------------------------------------------------------ caps
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("cap", [0, 1, 2, 3, 5, 100])
+@pytest.mark.parametrize("kind", LAGGING, ids=lambda kind: kind.name)
+def test_a_cap_bounds_what_is_in_flight_and_cannot_deadlock(
+    kind: type[Asynchronous], cap: int, accumulate: int
+) -> None:
+    for stages in (1, 2, 3, 5):
+        settings: dict[str, Any] = {"cap": cap, "accumulate": max(accumulate, stages)}
+        method = kind(**settings)
+        schedule = method.schedule(stages)
+        schedule.table(12).check()
+        assert schedule.lags == method.lags(stages)
+        assert max(map(schedule.in_flight, range(stages))) <= cap
+        loose, tight = kind(accumulate=settings["accumulate"]).lags(stages), method.lags(stages)
+        assert all(t <= low for t, low in zip(tight, loose, strict=True))
+        assert cap < 100 or tight == loose
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_a_cap_of_one_batch_per_hop_is_pipedream_s_order(stages: int) -> None:
+    for kind in (StaleWeights, FDG, ADL):
+        capped = kind(cap=stages - 1, accumulate=1)
+        assert capped.schedule(stages).cycles == PipeDream().schedule(stages).cycles
+
+
+@pytest.mark.parametrize("stages", [3, 4, 8])
+def test_no_cap_from_one_batch_per_hop_on_costs_speed_with_free_messages(stages: int) -> None:
+    """As it would if all stages were cut to the same number: a hop would have no time at all."""
+    for cap in range(stages - 1, 2 * stages - 1):
+        assert timeline(StaleWeights(cap=cap), stages).speed_up == pytest.approx(stages)
+    assert timeline(StaleWeights(cap=stages - 2), stages).speed_up < stages - 0.5
+    level = (stages, *(min(stages, 2 * (stages - 1 - k)) for k in range(1, stages)))
+    if stages > 3:
+        assert timeline(DSP(lag=level, backward="stash"), stages).speed_up < stages - 0.5
+
+
+def test_a_capped_method_trains_as_its_depths_say() -> None:
+    batches = vector_batches(8)
+    ours = trained(mlp(), batches, StaleWeights(cap=3), cuts=[2, 4])
+    expected = trained(mlp(), batches, DSP(lag=(3, 1, 0), backward="current"), cuts=[2, 4])
+    assert_same_bits(ours.state_dict(), expected.state_dict())
+    assert [max(ours.ledger.lags(k).values()) for k in range(3)] == [3, 1, 0]
+
+
+@pytest.mark.parametrize("cap", [-1, 1.5, "2"])
+def test_a_bad_cap_gets_words(cap: Any) -> None:
+    with pytest.raises(ConfigurationError, match="give the most micro-batches"):
+        PipeDream(cap=cap)
+
+
+# ------------------------------------------------------------------ depths
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_free_messages_need_one_batch_per_hop(stages: int, accumulate: int) -> None:
+    found = least_depths(stages, accumulate=accumulate)
+    assert found == tuple(stages - 1 - k for k in range(stages))
+
+
+@pytest.mark.parametrize("hop", [0.25, 0.5, 1.0, 2.0, 4.0])
+def test_slow_messages_get_the_slack_they_need_and_no_more(hop: float) -> None:
+    costs = Costs(hop=hop)
+    found = least_depths(4, costs=costs)
+    assert timeline(DSP(lag=found, backward="stash"), 4, costs=costs).speed_up >= 3.9
+    hops = found[0] // 3
+    fewer = tuple((hops - 1) * (3 - k) for k in range(4))
+    assert timeline(DSP(lag=fewer, backward="stash"), 4, costs=costs).speed_up < 3.9
+
+
+def test_an_uneven_cut_is_asked_for_no_more_than_it_can_give() -> None:
+    assert least_depths(2, costs=Costs(share=(3, 1))) == (1, 0)
+
+
+# ------------------------------------------------------------------ auto
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("optimizer", "most"), [("momentum", 2), ("adam", 1), ("other", 1)])
+@pytest.mark.parametrize("hop", [0.0, 0.2, 1.0])
+def test_auto_keeps_lag_small_and_stages_busy(
+    stages: int, optimizer: Any, most: int, hop: float
+) -> None:
+    plan = plan_for(stages, optimizer, Auto(hop=hop))
+    assert max(plan.method.lags(stages)) <= most
+    assert isinstance(plan.method, Asynchronous)
+    parts = plan.method.micro_batches(stages)
+    speed = timeline(plan.method, stages, costs=Costs(hop=3 * hop / parts)).speed_up
+    assert speed == pytest.approx(stages, rel=0.02)
+    assert plan.corrections == (("spike-compensation",) if optimizer == "momentum" else ())
+
+
+def test_auto_does_not_split_small_batches_to_nothing() -> None:
+    plan = plan_for(8, "momentum", Auto(batch=16))
+    assert plan.method == PipeDream(accumulate=2)
+    assert plan.corrections == ()  # a lag of 4 is too much for it
+    assert "more parts of 16 rows would have fewer than 8" in str(plan)
+    assert plan_for(1).method == Synchronous()
+
+
+def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:
+    trainer = trainer_for(mlp(), "auto", cuts=[2, 4])
+    said = capsys.readouterr().out
+    assert said == f"{trainer.plan}\n"
+    assert said.startswith("auto: pipedream + spike-compensation\n")
+    assert "in flight per stage 2 1 0" in said
+    assert trainer.corrections == (SpikeCompensation(),)
+    assert trainer.lags == (2, 1, 0)
+
+
+def test_auto_is_what_it_says() -> None:
+    batches = vector_batches(9)
+    chosen = trained(mlp(), batches, "auto", cuts=[2, 4])
+    named = trained(mlp(), batches, PipeDream(), cuts=[2, 4], corrections=["spike-compensation"])
+    assert_same_bits(chosen.state_dict(), named.state_dict())
+
+
+def test_corrections_of_one_s_own_win_over_auto_s() -> None:
+    trainer = trainer_for(mlp(), Auto(hop=0.5), cuts=[2, 4], corrections=[Predict()])
+    assert trainer.corrections == (Predict(),)
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind"),
+    [
+        (OPTIMIZERS["sgd"], "other"),
+        (OPTIMIZERS["momentum"], "momentum"),
+        (OPTIMIZERS["adamw"], "adam"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "other"),
+        (lambda p: [torch.optim.Muon(p, lr=0.1)], "other"),
+        (lambda p: p[7], "other"),
+    ],
+)
+def test_the_kind_of_an_optimizer_is_found_out(factory: Any, kind: str) -> None:
+    assert kind_of(factory) == kind
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"hop": -1}, "hop=-1"), ({"batch": 0}, "batch=0")]
+)
+def test_bad_settings_of_auto_get_words(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Auto(**settings)
+
+
+def test_a_run_by_auto_stores_what_it_came_to(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--stages", "4", "--method", "auto:hop=0.1", "--epochs", "1",
+              "--out", str(tmp_path / "run")])  # fmt: skip
+    assert not left.value.code
+    assert "auto: dsp:" in capsys.readouterr().out
+    run = Run.load(tmp_path / "run")
+    assert run.config["method"] == {"name": "auto", "settings": {"hop": 0.1}}
+    facts = Facts(run, "run")
+    assert facts.method == "dsp"
+    assert facts.corrections == ["spike-compensation"]
+    assert facts.settings["accumulate"] == 3
+    for flags, words in ((["--method", "auto:hup=1"], "it takes hop"), (["--method", "auto",
+                         "--hybrid", "1"], "give the method it prints")):  # fmt: skip
+        with pytest.raises(SystemExit) as left:
+            main(["train", "--stages", "2", *flags, "--out", str(tmp_path / "other")])
+        assert left.value.code == 2
+        assert words in capsys.readouterr().err
