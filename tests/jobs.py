@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -318,3 +319,21 @@ def run_with(faults: offbeat.Faults, timeout: float = 30.0) -> None:
     for x, y in batches:
         trainer.step(x, y)
     trainer.flush()
+
+
+def train_guarded(
+    todo: Sequence[tuple[Method, offbeat.Guards]],
+) -> list[tuple[dict[str, Any], Any]]:
+    """Trains on data with a nan in batch 4; returns the weights and what the guards saw."""
+    found = []
+    for method, guards in todo:
+        network, batches = job_of("cnn")
+        batches = [(x.clone(), y) for x, y in batches]
+        batches[4][0][0, 0, 0, 0] = float("nan")
+        trainer = trainer_for(network, method, stages=2, guards=guards)
+        for x, y in trainer.batches(batches * 2):
+            trainer.step(x, y)
+        trainer.flush()
+        readings = sorted((*r[:3], repr(r.norm), *r[4:]) for r in trainer.readings)
+        found.append((trainer.state_dict(), readings))
+    return found

@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
         "transport",
         "optimizers",
         "faults",
+        "guards",
         "averaging",
     },
     {
@@ -105,6 +106,7 @@ def test_exported_names() -> None:
         "Faults",
         "FeaturesReplay",
         "GPipe",
+        "Guards",
         "Ledger",
         "OffbeatError",
         "OneFOneB",

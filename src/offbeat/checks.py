@@ -1,6 +1,7 @@
 """What a trainer refuses, and in which words."""
 
 import warnings
+from collections.abc import Sequence
 from zlib import crc32
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.errors import BatchError, ConfigurationError, unknown
+from offbeat.guards import Guards
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory
+from offbeat.schedule import Schedule
 from offbeat.stage import Loss
 
 
@@ -78,6 +81,18 @@ def checked_clip(clip: float | None) -> float | None:
     if clip is not None and not clip > 0:
         raise ConfigurationError(f"clip={clip!r}: give a positive norm, or None for no clipping.")
     return clip
+
+
+def checked_guards(
+    guards: Guards | None, schedules: Sequence[Schedule], method: Method
+) -> Guards | None:
+    if guards is not None and not isinstance(guards, Guards):
+        raise ConfigurationError(
+            f"guards={guards!r}: give an object, as in guards=offbeat.Guards(nonfinite='skip')."
+        )
+    if guards is not None:
+        guards.check(schedules, method)
+    return guards
 
 
 def checked_autocast(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -114,6 +114,10 @@ class Experiment:
         "With step: shares of the run after which it falls to a tenth, as in 0.5,0.75.", (0.5, 0.75)
     )
     clip: float | None = _help("Bound on the gradient norm.", None)
+    nonfinite: str | None = _help(
+        "About gradients that are not finite: warn, stop, skip or roll-back.", None
+    )
+    max_lag: int | None = _help("Bound on the lag, in updates; refused and measured.", None)
     epochs: int = _help("Passes over the training data.", 5)
     max_steps: int | None = _help("Stop after so many updates, in the middle of an epoch.", None)
     batch_size: int = _help("Rows per update, over all replicas.", 64)

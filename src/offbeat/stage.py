@@ -179,7 +179,8 @@ class Stage:
 
     def gradient_norms(self) -> Tensor:
         """The norm of every gradient, in the order of the parameters."""
-        gradients = [p.grad for p in self._trainable if p.grad is not None]
+        found = [p.grad for p in self._trainable if p.grad is not None]
+        gradients = [g.coalesce().values() if g.is_sparse else g for g in found]
         if not gradients:
             return torch.zeros(0, device=self._device)
         return torch.stack(torch._foreach_norm(gradients))

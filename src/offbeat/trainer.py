@@ -17,6 +17,7 @@ from offbeat.cut import Cuts, Model, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
+from offbeat.guards import Guard, Guards, Readings
 from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
@@ -70,6 +71,9 @@ class Trainer:
                    otherwise.
     ``seed``       key of all dropout; by default ``torch.initial_seed()``.
     ``autocast``   ``torch.bfloat16`` to run every forward in mixed precision.
+    ``guards``     what to do about gradients that are not finite or too stale: see
+                   :class:`offbeat.guards.Guards`; by default the first loss that is not finite is
+                   named in the log.
     ``engine``     "serial": all stages in this process; "processes": one stage in each process that
                    torchrun started; by default whichever the script was started for.
     ``timeout``    seconds a process waits for one message before the run ends with a report.
@@ -99,6 +103,7 @@ class Trainer:
         clip: float | None = None,
         seed: int | None = None,
         autocast: torch.dtype | None = None,
+        guards: Guards | None = None,
         engine: Engine | None = None,
         timeout: float = 300.0,
         faults: Faults | None = None,
@@ -112,6 +117,8 @@ class Trainer:
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
         self._device = checks.device_of(self._cut.model)
         self._clip = checks.checked_clip(clip)
+        self._guards = checks.checked_guards(guards, self._schedules, method)
+        self._readings = Readings()
         self._faults = faults
         self._interleaving: Choose = updates_last
         self._workers: list[Worker] = []
@@ -132,6 +139,7 @@ class Trainer:
         if checks.chosen_engine(engine, processes_launched()) == "processes":
             self._processes = Processes(self._cut.stages, replicas, self._device, timeout)
             seed = self._processes.agree_on_setup(self._cut.model, method, self.averaging, seed)
+            self._processes.agree({"the guards": (str(guards), "Give every process the same.")})
             self._here = range(self._processes.replica, self._processes.replica + 1)
             self._transports = [self._processes.transport]
         self._recipe = Recipe(
@@ -212,6 +220,16 @@ class Trainer:
     def own_ledger(self) -> Ledger:
         """The entries of this process alone, without asking the others."""
         return self._ledger
+
+    @property
+    def readings(self) -> Readings:
+        """Gradient norm, lag and outcome of every update, if there are ``guards``."""
+        if self._processes is None:
+            return self._readings
+        everyone = Readings()
+        for data in self._processes.share_bytes(self._readings.to_bytes()):
+            everyone.add_bytes(data)
+        return everyone
 
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage of each replica holds now: weight copies, graphs, bytes."""
@@ -455,6 +473,7 @@ class Trainer:
             worker.stage.discard()
             worker.pending.clear()
             worker.transport.clear()
+            worker.guard.forget()
             if worker.averager is not None:
                 worker.averager.forget()
         self._awaited.clear()
@@ -477,10 +496,12 @@ class Trainer:
             modules = cut.modules()
             heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
             here = range(self.stages) if self._processes is None else [self._processes.stage]
+            names = {id(p): name for name, p in cut.model.named_parameters()}
             for stage in self._recipe.stages(modules, heads, here, replica):
-                self._workers.append(self._worker(stage, transport))
+                guard = Guard(self._guards, stage, names, self._readings)
+                self._workers.append(self._worker(stage, transport, guard))
 
-    def _worker(self, stage: Stage, transport: Transport) -> Worker:
+    def _worker(self, stage: Stage, transport: Transport, guard: Guard) -> Worker:
         averager = None
         if self.averaging is not None:
             averager = Averager(self.averaging, stage, self.replicas, transport, self._ledger)
@@ -492,6 +513,7 @@ class Trainer:
             clip=self._clip,
             faults=self._faults,
             averager=averager,
+            guard=guard,
         )
 
     # ---------------------------------------------------------------- refusing

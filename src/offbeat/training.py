@@ -23,6 +23,7 @@ from offbeat.averaging import Averaging, averaging_named
 from offbeat.errors import ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
+from offbeat.guards import Guards, Readings
 from offbeat.methods import Method, Phases, Synchronous, method_named
 from offbeat.runs import MODEL, RunWriter
 from offbeat.trainer import Trainer
@@ -162,6 +163,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         averaging=averaging_of(experiment),
         scheduler=scheduler_factory(experiment, experiment.epochs * steps_per_epoch),
         clip=experiment.clip,
+        guards=guards_of(experiment),
         seed=experiment.seed,
         autocast=torch.bfloat16 if experiment.autocast else None,
         engine=experiment.engine,  # type: ignore[arg-type]  # checked by the trainer
@@ -188,6 +190,13 @@ def method_of(experiment: Experiment, steps_per_epoch: int) -> Method:
 def averaging_of(experiment: Experiment) -> Averaging | None:
     choice = experiment.averaging
     return None if choice is None else averaging_named(choice.name, **choice.settings)
+
+
+def guards_of(experiment: Experiment) -> Guards | None:
+    nonfinite, max_lag = experiment.nonfinite, experiment.max_lag
+    if nonfinite is None and max_lag is None:
+        return None
+    return Guards(nonfinite=nonfinite or "warn", max_lag=max_lag)  # type: ignore[arg-type]  # checked there
 
 
 def optimizer_factory(
@@ -333,6 +342,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Everything that all processes must be asked for, then the files."""
     ledger, memory, state = trainer.ledger, trainer.memory(), trainer.state_dict()
+    readings = trainer.readings
     found = progress.evaluation
     stages, replicas = range(trainer.stages), range(trainer.replicas)
     lags = {k: Counter(lag for r in replicas for lag in ledger.lags(k, r).values()) for k in stages}
@@ -352,6 +362,7 @@ def _finish(
             for name, s in waits.items()
             if s
         },
+        "guards": guarded(readings),
         "busy_share": busy_shares(ledger, trainer.stages),
         "cuts": None if trainer.cuts is None else list(trainer.cuts),
     }
@@ -360,6 +371,20 @@ def _finish(
         torch.save(state, writer.folder / MODEL)
         writer.finish(summary, ledger.tail(_LEDGER_ENTRIES))
     return summary
+
+
+def guarded(readings: Readings) -> dict[str, dict[str, Any]]:
+    """What the guards saw, by replica and stage; empty without guards."""
+    found: dict[str, dict[str, Any]] = {}
+    for reading in readings:
+        nothing = {"updates": 0, "dropped": 0, "largest_norm": 0.0, "largest_lag": 0}
+        of = found.setdefault(f"{reading.replica}/{reading.stage}", nothing)
+        of["updates"] += 1
+        of["dropped"] += reading.outcome != "applied"
+        of["largest_lag"] = max(of["largest_lag"], reading.lag)
+        if math.isfinite(reading.norm):
+            of["largest_norm"] = max(of["largest_norm"], reading.norm)
+    return found
 
 
 def busy_shares(ledger: Any, stages: int) -> list[float]:
