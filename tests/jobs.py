@@ -337,3 +337,69 @@ def train_guarded(
         readings = sorted((*r[:3], repr(r.norm), *r[4:]) for r in trainer.readings)
         found.append((trainer.state_dict(), readings))
     return found
+
+
+def train_without_pickle() -> bool:
+    """Trains and asks for everything, while nothing can be unpickled."""
+    import pickle
+    from unittest import mock
+
+    import torch.distributed.distributed_c10d as c10d
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something is unpickled")
+
+    with (
+        mock.patch.object(pickle, "loads", refuse),
+        mock.patch.object(pickle, "load", refuse),
+        mock.patch.object(c10d, "_unpickler", refuse),
+    ):
+        network, batches = job_of("cnn")
+        guards = offbeat.Guards(nonfinite="skip")
+        trainer = trainer_for(
+            network, StaleWeights(), stages=2, replicas=2, averaging=DaSGD(2, 1), guards=guards
+        )
+        for x, y in trainer.batches(batches[:-1]):
+            trainer.step(x, y)
+        trainer.evaluate(batches[:-1])
+        trainer.flush()
+        assert trainer.mesh is not None
+        return bool(trainer.state_dict() and trainer.memory() and trainer.ledger.losses(1))
+
+
+def listening_addresses() -> list[str]:
+    """The local addresses, in hexadecimal, on which this process and its parent listen."""
+    import os
+    from pathlib import Path
+
+    network, batches = job_of("cnn")
+    trainer = trainer_for(network, stages=2)
+    trainer.step(*batches[0])
+    sockets = {
+        os.readlink(file).removeprefix("socket:[").rstrip("]")
+        for pid in (os.getpid(), os.getppid())
+        for file in Path(f"/proc/{pid}/fd").iterdir()
+        if file.is_symlink()
+    }
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets]
+
+
+def send_a_damaged_message() -> None:
+    import os
+    from unittest import mock
+
+    from offbeat.processes import edges
+    from offbeat.processes.wire import Parcel
+
+    network, batches = job_of("cnn")
+    trainer = trainer_for(network, stages=2, timeout=50.0)
+    trainer.step(*batches[0])
+    damage = mock.patch.object(edges, "pack", return_value=Parcel(b'{"key": 1}', []))
+    if os.environ["RANK"] == "0":
+        damage.start()
+    trainer.step(*batches[1])

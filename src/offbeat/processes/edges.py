@@ -24,6 +24,7 @@ from offbeat.transport import Gathered, Key
 
 _LENGTH = struct.Struct("<q")
 _GOODBYE = -1
+_LONGEST_HEADER_BYTES = 1 << 28
 _BUCKET_BYTES = 1 << 25
 """An all-reduce of more is made of several, so that one is copied while another is sent."""
 
@@ -91,6 +92,8 @@ class _Incoming(threading.Thread):
         (length,) = _LENGTH.unpack_from(raw)
         if length == _GOODBYE:
             return None
+        if not 0 < length <= _LONGEST_HEADER_BYTES:
+            raise WorkerLost(f"a message with a header of {length} bytes arrived: it is damaged.")
         header = raw[_LENGTH.size : _LENGTH.size + length]
         if length > len(header):
             rest = torch.empty(length - len(header), dtype=torch.uint8)
@@ -252,6 +255,9 @@ class Edges:
 
     def _edge_failed(self, peer: int | None, error: RuntimeError | OSError) -> None:
         if self._closing:
+            return
+        if isinstance(error, OffbeatError):
+            self.fail(error)
             return
         reason = str(error).splitlines()[0]
         whom = "another replica of this stage" if peer is None else f"rank {peer}"

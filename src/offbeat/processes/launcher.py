@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ except ImportError:
 
 Child = subprocess.Popen[bytes]
 _GRACE_S = 5.0
+_LOCALHOST = "127.0.0.1"
 
 
 def launch(
@@ -38,7 +40,7 @@ def launch(
     """
     if processes < 1:
         raise ConfigurationError(f"launch(processes={processes}): give at least 1.")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _local_store()
     with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(_pickled(function, args))
@@ -50,6 +52,15 @@ def launch(
         finally:
             ended_here = _end(children)
         return _results(children, ended_here, folder)
+
+
+def _local_store() -> TCPStore:
+    """A store that this machine alone can reach: left to itself it listens on every address."""
+    listener = socket.create_server((_LOCALHOST, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        _LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -78,6 +89,10 @@ def _start(rank: int, size: int, port: int, threads: int, folder: Path) -> Child
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
+    # Otherwise gloo listens on whichever address the host's name has.
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
     command = [sys.executable, "-m", "offbeat.processes.child", str(port), str(folder)]
     # The child ends itself when this pipe closes, so that none outlives a killed parent.
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
