@@ -18,6 +18,8 @@ from offbeat.optimizers import OptimizerFactory
 from offbeat.schedule import Schedule
 from offbeat.stage import Loss
 
+_MOST_REPLICAS = 4096
+
 
 def checked_method(method: Method | str) -> Method:
     if isinstance(method, str):
@@ -32,6 +34,11 @@ def checked_method(method: Method | str) -> Method:
 def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averaging | None:
     """How replicas are kept together; None where there is one and nobody asked."""
     require_count("replicas", replicas)
+    if replicas > _MOST_REPLICAS:
+        raise ConfigurationError(
+            f"replicas={replicas}: each is a copy of the whole model, so give at most"
+            f" {_MOST_REPLICAS}."
+        )
     if isinstance(averaging, str):
         averaging = averaging_named(averaging)
     if averaging is not None and not isinstance(averaging, Averaging):
@@ -78,9 +85,22 @@ def checked_loss(loss: Loss) -> Loss:
 
 
 def checked_clip(clip: float | None) -> float | None:
-    if clip is not None and not clip > 0:
+    number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
+    if clip is not None and not (number and clip > 0):
         raise ConfigurationError(f"clip={clip!r}: give a positive norm, or None for no clipping.")
     return clip
+
+
+_LONGEST_S = 1e8
+
+
+def checked_timeout(seconds: float) -> float:
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds <= _LONGEST_S:
+        raise ConfigurationError(
+            f"timeout={seconds!r}: give seconds, above 0 and at most {_LONGEST_S:g}."
+        )
+    return seconds
 
 
 def checked_guards(

@@ -117,6 +117,7 @@ class Trainer:
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
         self._device = checks.device_of(self._cut.model)
         self._clip = checks.checked_clip(clip)
+        timeout = checks.checked_timeout(timeout)
         self._guards = checks.checked_guards(guards, self._schedules, method)
         self._readings = Readings()
         self._faults = faults
@@ -529,6 +530,13 @@ class Trainer:
         shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
         if nest.tensors([x, y]):
             checks.check_rows(list(shards[0]), self._schedule.micro_batches, self.method)
+        last = self._processes is None or self._processes.stage == self.stages - 1
+        if last and self._schedule.micro_batches > 1 and not nest.tensors(y):
+            raise BatchError(
+                f"y is a {type(y).__name__} without a tensor in it, and it is to be split into"
+                f" {self._schedule.micro_batches} micro-batches: give a tensor with a row per row"
+                " of x. The batch was not started."
+            )
         return shards
 
     def _refuse_if_stopped(self) -> None:

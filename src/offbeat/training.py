@@ -205,6 +205,15 @@ def optimizer_factory(
     """One optimizer per stage; Muon gets the matrices and AdamW the rest."""
     lr, decay, momentum = experiment.lr, experiment.weight_decay, experiment.momentum
 
+    def checked(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+        try:
+            return make(params)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"optimizer {experiment.optimizer} with lr={lr}, momentum={momentum} and"
+                f" weight_decay={decay}: {error}. Give numbers that it takes."
+            ) from None
+
     def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
         if experiment.optimizer == "sgd":
             return torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=decay)
@@ -221,7 +230,7 @@ def optimizer_factory(
             made.append(torch.optim.AdamW(others, lr=lr, weight_decay=decay))
         return made
 
-    return make
+    return checked
 
 
 def scheduler_factory(experiment: Experiment, updates: int) -> Callable[[Optimizer], LambdaLR]:

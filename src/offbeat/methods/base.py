@@ -77,7 +77,7 @@ class Asynchronous(Method):
         if self.backward not in RULES:
             raise unknown("backward rule", self.backward, RULES)
         if self.accumulate is not None:
-            require_count("accumulate", self.accumulate)
+            require_count("accumulate", self.accumulate, MOST)
 
     @property
     def rule(self) -> Rule:
@@ -98,10 +98,16 @@ class Asynchronous(Method):
         return tuple(-(-depth // self.micro_batches(stages)) for depth in self.depths(stages))
 
 
-def require_count(name: str, value: object) -> None:
+MOST = 10_000
+"""Micro-batches of a step, and the lag of a stage: beyond, a schedule outgrows the memory."""
+
+
+def require_count(name: str, value: object, most: int | None = None) -> None:
     """Refuses anything but an integer of at least one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{name}={value!r}: give a whole number of at least 1.")
+    if most is not None and value > most:
+        raise ConfigurationError(f"{name}={value}: give at most {most}.")
 
 
 def unlocked(stages: int) -> tuple[int, ...]:
