@@ -403,3 +403,51 @@ def send_a_damaged_message() -> None:
     if os.environ["RANK"] == "0":
         damage.start()
     trainer.step(*batches[1])
+
+
+def outlive(
+    averaging: Averaging, replicas: int, stages: int, dies: int, at: int, delay_s: float | None
+) -> dict[str, Any]:
+    """Trains until the end without the process that kills itself in step ``at``.
+
+    ``delay_s``: None dies before the step, when all that it has to send is sent; otherwise so many
+    seconds after the step's beginning.
+    """
+    import logging
+    import os
+    import signal
+    import threading
+    import time
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    network, batches = dropout_net(), vector_batches(12, rows=12, dtype=torch.float32)
+    trainer = trainer_for(
+        network,
+        StaleWeights() if stages > 1 else offbeat.Synchronous(),
+        OPTIMIZERS["momentum"],
+        stages=stages,
+        replicas=replicas,
+        averaging=averaging,
+        seed=3,
+        timeout=60.0,
+        when_replica_dies="go on",
+    )
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if trainer.rank == dies and number == at:
+            if delay_s is None:
+                time.sleep(1.0)
+                die()
+            threading.Timer(delay_s or 0.0, die).start()
+        trainer.step(x, y)
+    evaluation = trainer.evaluate(batches)
+    trainer.flush()
+    assert len(trainer.memory()) == stages
+    assert len(trainer.ledger.losses(stages - 1, trainer.rank // stages)) == 12
+    return {"state": trainer.state_dict(), "evaluation": evaluation, "said": said}

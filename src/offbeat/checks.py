@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.averaging import AllReduce, Averaging, averaging_named
+from offbeat.averaging import AllReduce, Averaging, EagerDiLoCo, averaging_named
 from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.guards import Guards
 from offbeat.methods import Asynchronous, Method, method_named
@@ -47,6 +47,25 @@ def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averag
             " offbeat.averaging, or the name of one that needs no settings."
         )
     return AllReduce() if averaging is None and replicas > 1 else averaging
+
+
+def outlives(when_replica_dies: str, averaging: Averaging | None) -> bool:
+    """Whether replicas go on without one that dies."""
+    if when_replica_dies not in ("stop", "go on"):
+        raise unknown("when_replica_dies", when_replica_dies, ("stop", "go on"))
+    if when_replica_dies == "stop":
+        return False
+    if averaging is None:
+        raise ConfigurationError(
+            "when_replica_dies='go on' with one replica leaves nobody: give replicas=2 or more, or"
+            " leave it out."
+        )
+    if not averaging.exact or isinstance(averaging, EagerDiLoCo):
+        raise ConfigurationError(
+            f"when_replica_dies='go on' with {averaging}: its sums are made for a fixed number of"
+            " replicas. Take exact=True and another averaging, for example DaSGD or DiLoCo."
+        )
+    return True
 
 
 def checked_optimizer(optimizer: OptimizerFactory) -> OptimizerFactory:

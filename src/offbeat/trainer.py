@@ -77,6 +77,8 @@ class Trainer:
     ``engine``     "serial": all stages in this process; "processes": one stage in each process that
                    torchrun started; by default whichever the script was started for.
     ``timeout``    seconds a process waits for one message before the run ends with a report.
+    ``when_replica_dies``  "stop" the run, or let the others "go on", with averages over who is left
+                   (in processes that nobody ends when one of them dies: see docs/replicas.md).
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
 
     With one stage per process every process runs the same script. ``step``, ``flush``,
@@ -106,6 +108,7 @@ class Trainer:
         guards: Guards | None = None,
         engine: Engine | None = None,
         timeout: float = 300.0,
+        when_replica_dies: Literal["stop", "go on"] = "stop",
         faults: Faults | None = None,
     ) -> None:
         method = checks.checked_method(method)
@@ -118,6 +121,7 @@ class Trainer:
         self._device = checks.device_of(self._cut.model)
         self._clip = checks.checked_clip(clip)
         timeout = checks.checked_timeout(timeout)
+        outlive = checks.outlives(when_replica_dies, self.averaging)
         self._guards = checks.checked_guards(guards, self._schedules, method)
         self._readings = Readings()
         self._faults = faults
@@ -138,7 +142,9 @@ class Trainer:
         """The replicas of this process."""
         self._transports: Sequence[Transport] = Meeting(replicas).rows
         if checks.chosen_engine(engine, processes_launched()) == "processes":
-            self._processes = Processes(self._cut.stages, replicas, self._device, timeout)
+            self._processes = Processes(
+                self._cut.stages, replicas, self._device, timeout, outlive=outlive
+            )
             seed = self._processes.agree_on_setup(self._cut.model, method, self.averaging, seed)
             self._processes.agree({"the guards": (str(guards), "Give every process the same.")})
             self._here = range(self._processes.replica, self._processes.replica + 1)

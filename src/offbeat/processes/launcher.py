@@ -32,11 +32,14 @@ def launch(
     *args: Any,
     threads: int = 1,
     timeout_s: float | None = None,
+    go_on: bool = False,
 ) -> list[Any]:
     """Calls ``function(*args)`` in K new processes and returns what each returned, by rank.
 
     Inside, a Trainer finds itself started as if by torchrun. The first error of any process ends
-    all of them and is raised here. Functions defined in a notebook or script need ``cloudpickle``.
+    all of them and is raised here; with ``go_on`` the others are left to finish, and None stands
+    for what a failed one would have returned, unless all have failed. Functions defined in a
+    notebook or script need ``cloudpickle``.
     """
     if processes < 1:
         raise ConfigurationError(f"launch(processes={processes}): give at least 1.")
@@ -48,10 +51,10 @@ def launch(
             _start(rank, processes, store.port, threads, folder) for rank in range(processes)
         ]
         try:
-            _wait(children, timeout_s)
+            _wait(children, timeout_s, go_on)
         finally:
             ended_here = _end(children)
-        return _results(children, ended_here, folder)
+        return _results(children, ended_here, folder, go_on)
 
 
 def _local_store() -> TCPStore:
@@ -98,12 +101,12 @@ def _start(rank: int, size: int, port: int, threads: int, folder: Path) -> Child
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
 
-def _wait(children: list[Child], timeout_s: float | None) -> None:
+def _wait(children: list[Child], timeout_s: float | None, go_on: bool) -> None:
     """Until all have ended; one failure gives the others a few seconds to say what they know."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failed = False
     while any(child.poll() is None for child in children):
-        if not failed and any(child.poll() not in (None, 0) for child in children):
+        if not failed and not go_on and any(child.poll() not in (None, 0) for child in children):
             failed, deadline = True, time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             if failed:
@@ -124,19 +127,23 @@ def _end(children: list[Child]) -> set[int]:
     return running
 
 
-def _results(children: list[Child], ended_here: set[int], folder: Path) -> list[Any]:
-    results, errors = [], []
+def _results(children: list[Child], ended_here: set[int], folder: Path, go_on: bool) -> list[Any]:
+    results: list[Any] = []
+    errors = []
     died: tuple[int, int] | None = None
     for rank, child in enumerate(children):
         file = folder / f"result-{rank}"
         if not file.exists():
             died = died or (None if rank in ended_here else (rank, child.returncode))
+            results.append(None)
             continue
         moment, error, value = pickle.loads(file.read_bytes())  # written by our own child
         if error is not None:
             # What happened elsewhere is a consequence: the first error that is not comes first.
             errors.append((isinstance(error, WorkerLost), moment, rank, error))
         results.append(value)
+    if go_on and any(child.returncode == 0 for child in children):
+        return results
     consequence, _, rank, error = min(errors, key=lambda e: e[:3], default=(True, 0, 0, None))
     if died is not None and consequence:
         raise WorkerLost(f"rank {died[0]} ended with {_named(died[1])} and left no result.")

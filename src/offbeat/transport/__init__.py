@@ -18,6 +18,7 @@ What = Literal[
     "gradients",
     "weights",
     "export",
+    "obituary",
 ]
 
 
@@ -43,6 +44,8 @@ class Gathered(NamedTuple):
     """Per replica, in order; a single entry where they were summed on the way."""
     sent_s: float
     arrived_s: float
+    replicas: int
+    """How many contributed."""
 
 
 class Transport(Protocol):
