@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -335,3 +336,135 @@ def watch(stages: int) -> dict[str, Any]:
             probes.append(trainer.probe(x, y))
     trainer.flush()
     return {"probes": probes, "readings": sorted(map(tuple, trainer.readings))}
+
+
+def train_guarded(
+    todo: Sequence[tuple[Method, offbeat.Guards]],
+) -> list[tuple[dict[str, Any], Any]]:
+    """Trains on data with a nan in batch 4; returns the weights and what the guards saw."""
+    found = []
+    for method, guards in todo:
+        network, batches = job_of("cnn")
+        batches = [(x.clone(), y) for x, y in batches]
+        batches[4][0][0, 0, 0, 0] = float("nan")
+        trainer = trainer_for(network, method, stages=2, guards=guards)
+        for x, y in trainer.batches(batches * 2):
+            trainer.step(x, y)
+        trainer.flush()
+        updates = sorted((*r[:3], repr(r.norm), *r[4:]) for r in trainer.updates)
+        found.append((trainer.state_dict(), updates))
+    return found
+
+
+def train_without_pickle() -> bool:
+    """Trains and asks for everything, while nothing can be unpickled."""
+    import pickle
+    from unittest import mock
+
+    import torch.distributed.distributed_c10d as c10d
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something is unpickled")
+
+    with (
+        mock.patch.object(pickle, "loads", refuse),
+        mock.patch.object(pickle, "load", refuse),
+        mock.patch.object(c10d, "_unpickler", refuse),
+    ):
+        network, batches = job_of("cnn")
+        guards = offbeat.Guards(nonfinite="skip")
+        trainer = trainer_for(
+            network, StaleWeights(), stages=2, replicas=2, averaging=DaSGD(2, 1), guards=guards
+        )
+        for x, y in trainer.batches(batches[:-1]):
+            trainer.step(x, y)
+        trainer.evaluate(batches[:-1])
+        trainer.flush()
+        assert trainer.mesh is not None
+        return bool(trainer.state_dict() and trainer.memory() and trainer.ledger.losses(1))
+
+
+def listening_addresses() -> list[str]:
+    """The local addresses, in hexadecimal, on which this process and its parent listen."""
+    import os
+    from pathlib import Path
+
+    network, batches = job_of("cnn")
+    trainer = trainer_for(network, stages=2)
+    trainer.step(*batches[0])
+    sockets = {
+        os.readlink(file).removeprefix("socket:[").rstrip("]")
+        for pid in (os.getpid(), os.getppid())
+        for file in Path(f"/proc/{pid}/fd").iterdir()
+        if file.is_symlink()
+    }
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets]
+
+
+def send_a_damaged_message() -> None:
+    import os
+    from unittest import mock
+
+    from offbeat.processes import edges
+    from offbeat.processes.wire import Parcel
+
+    network, batches = job_of("cnn")
+    trainer = trainer_for(network, stages=2, timeout=50.0)
+    trainer.step(*batches[0])
+    damage = mock.patch.object(edges, "pack", return_value=Parcel(b'{"key": 1}', []))
+    if os.environ["RANK"] == "0":
+        damage.start()
+    trainer.step(*batches[1])
+
+
+def outlive(
+    averaging: Averaging, replicas: int, stages: int, dies: int, at: int, delay_s: float | None
+) -> dict[str, Any]:
+    """Trains until the end without the process that kills itself in step ``at``.
+
+    ``delay_s``: None dies before the step, when all that it has to send is sent; otherwise so many
+    seconds after the step's beginning.
+    """
+    import logging
+    import os
+    import signal
+    import threading
+    import time
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    network, batches = dropout_net(), vector_batches(12, rows=12, dtype=torch.float32)
+    trainer = trainer_for(
+        network,
+        StaleWeights() if stages > 1 else offbeat.Synchronous(),
+        OPTIMIZERS["momentum"],
+        stages=stages,
+        replicas=replicas,
+        averaging=averaging,
+        seed=3,
+        timeout=60.0,
+        when_replica_dies="go on",
+    )
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if trainer.rank == dies and number == at:
+            if delay_s is None:
+                time.sleep(1.0)
+                die()
+            threading.Timer(delay_s or 0.0, die).start()
+        trainer.step(x, y)
+    evaluation = trainer.evaluate(batches)
+    trainer.flush()
+    assert len(trainer.memory()) == stages
+    assert len(trainer.ledger.losses(stages - 1, trainer.rank // stages)) == 12
+    return {"state": trainer.state_dict(), "evaluation": evaluation, "said": said}

@@ -288,7 +288,7 @@ def test_the_same_script_under_torchrun_gives_the_same_bits(script: Path, tmp_pa
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "terminate called" not in done.stderr
-    assert_same_bits(torch.load(many), torch.load(alone))
+    assert_same_bits(torch.load(many, weights_only=True), torch.load(alone, weights_only=True))
 
 
 @pytest.mark.timeout(180)

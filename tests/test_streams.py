@@ -31,8 +31,9 @@ from offbeat import checks, nest, streams
 from offbeat import trainer as trainer_module
 from offbeat.averaging import AllReduce
 from offbeat.corrections import CORRECTIONS, Predict
-from offbeat.errors import ConfigurationError, StageError
+from offbeat.errors import ConfigurationError, GuardError, StageError
 from offbeat.graphs import GraphStage
+from offbeat.guards import Guards
 from offbeat.lanes import NotRecordable
 from offbeat.ledger import Ledger
 from offbeat.methods import ADL, DSP, METHODS, Phases, PipeDream, StaleWeights, Synchronous
@@ -361,7 +362,24 @@ def test_asking_for_it_without_a_gpu_says_what_is_missing(
 
 def test_replicas_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="replicas=2.*one GPU trains one"):
-        real_check(torch.device("cuda"), 2, AllReduce())
+        real_check(torch.device("cuda"), 2, AllReduce(), None)
+
+
+def test_guards_that_put_weights_elsewhere_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="nonfinite='skip'.*nonfinite='stop'"):
+        real_check(torch.device("cuda"), 1, None, Guards(nonfinite="skip"))
+
+
+def test_guards_that_look_stop_and_name() -> None:
+    trainer = trainer_for(
+        mlp(), StaleWeights(), cuts=[2, 4], engine="streams", guards=Guards(nonfinite="stop")
+    )
+    batches = vector_batches(20)
+    batches[15][0][0, 0] = float("nan")
+    with pytest.raises(GuardError, match="the loss of batch 15 is nan"):
+        for x, y in batches:
+            trainer.step(x, y)
+    assert len(trainer.updates) > 30
 
 
 def test_more_stages_than_queues_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

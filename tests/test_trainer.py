@@ -398,8 +398,8 @@ def test_bad_arguments_get_words(settings: dict[str, Any], words: str) -> None:
     ("make", "words"),
     [
         (lambda: DSP(lag=(1, 2)), r"must not increase.*Try lag=\(2, 1\)"),
-        (lambda: DSP(lag=(-1, 0)), "give integers >= 0"),
-        (lambda: DSP(hop=-1), "give an integer >= 0"),
+        (lambda: DSP(lag=(-1, 0)), "give integers from 0 to"),
+        (lambda: DSP(hop=-1), "give an integer from 0 to"),
         (lambda: FDG_beta(2.0), "0 < beta <= 1"),
         (lambda: ADL(0), "accumulate=0: give a whole number of at least 1"),
         (lambda: ADL(2, reduction="max"), "unknown reduction 'max'"),  # type: ignore[arg-type]

@@ -138,6 +138,6 @@ def test_two_hosts_give_the_bits_of_one_process(
     for run, words in zip(runs, outputs, strict=True):
         assert run.returncode == 0, "\n".join(outputs)
         assert "lags (2, 0)" in words
-    assert_same_bits(torch.load(apart), torch.load(alone))
+    assert_same_bits(torch.load(apart, weights_only=True), torch.load(alone, weights_only=True))
     for host in hosts:
         assert received_bytes(host) > 12 * HEADER_BYTES, "the batches did not cross the cable"

@@ -14,6 +14,7 @@ _HOME = {
     "Evaluation": "evaluation",
     "Ledger": "ledger",
     "Faults": "faults",
+    "Guards": "guards",
     "launch": "processes",
     "Schedule": "schedule",
     "Table": "table",
@@ -39,13 +40,24 @@ _HOME = {
     ),
 }
 
-_MODULES = ("averaging", "corrections", "errors", "faults", "methods", "report", "timeline", "zoo")
+_MODULES = (
+    "averaging",
+    "corrections",
+    "errors",
+    "faults",
+    "guards",
+    "methods",
+    "report",
+    "timeline",
+    "zoo",
+)
 """Modules that ``import offbeat`` is enough for."""
 
 if TYPE_CHECKING:
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.evaluation import Evaluation as Evaluation
     from offbeat.faults import Faults as Faults
+    from offbeat.guards import Guards as Guards
     from offbeat.ledger import Ledger as Ledger
     from offbeat.methods import ADL as ADL
     from offbeat.methods import DDG as DDG

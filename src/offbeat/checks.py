@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.averaging import AllReduce, Averaging, averaging_named
+from offbeat.averaging import AllReduce, Averaging, EagerDiLoCo, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cut import Cut
 from offbeat.errors import BatchError, ConfigurationError, unknown
+from offbeat.guards import Guards
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
@@ -19,6 +20,8 @@ from offbeat.optimizers import OptimizerFactory, kind_of
 from offbeat.planning import Auto, Plan, plan_for
 from offbeat.schedule import Schedule
 from offbeat.stage import Loss
+
+_MOST_REPLICAS = 4096
 
 
 def plan_of(method: Method | Auto | str, stages: int, optimizer: OptimizerFactory) -> Plan | None:
@@ -90,6 +93,11 @@ def check_probe(monitor: Monitor | None, schedule: Schedule) -> None:
 def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averaging | None:
     """How replicas are kept together; None where there is one and nobody asked."""
     require_count("replicas", replicas)
+    if replicas > _MOST_REPLICAS:
+        raise ConfigurationError(
+            f"replicas={replicas}: each is a copy of the whole model, so give at most"
+            f" {_MOST_REPLICAS}."
+        )
     if isinstance(averaging, str):
         averaging = averaging_named(averaging)
     if averaging is not None and not isinstance(averaging, Averaging):
@@ -98,6 +106,25 @@ def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averag
             " offbeat.averaging, or the name of one that needs no settings."
         )
     return AllReduce() if averaging is None and replicas > 1 else averaging
+
+
+def outlives(when_replica_dies: str, averaging: Averaging | None) -> bool:
+    """Whether replicas go on without one that dies."""
+    if when_replica_dies not in ("stop", "go on"):
+        raise unknown("when_replica_dies", when_replica_dies, ("stop", "go on"))
+    if when_replica_dies == "stop":
+        return False
+    if averaging is None:
+        raise ConfigurationError(
+            "when_replica_dies='go on' with one replica leaves nobody: give replicas=2 or more, or"
+            " leave it out."
+        )
+    if not averaging.exact or isinstance(averaging, EagerDiLoCo):
+        raise ConfigurationError(
+            f"when_replica_dies='go on' with {averaging}: its sums are made for a fixed number of"
+            " replicas. Take exact=True and another averaging, for example DaSGD or DiLoCo."
+        )
+    return True
 
 
 def checked_optimizer(optimizer: OptimizerFactory) -> OptimizerFactory:
@@ -136,9 +163,34 @@ def checked_loss(loss: Loss) -> Loss:
 
 
 def checked_clip(clip: float | None) -> float | None:
-    if clip is not None and not clip > 0:
+    number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
+    if clip is not None and not (number and clip > 0):
         raise ConfigurationError(f"clip={clip!r}: give a positive norm, or None for no clipping.")
     return clip
+
+
+_LONGEST_S = 1e8
+
+
+def checked_timeout(seconds: float) -> float:
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds <= _LONGEST_S:
+        raise ConfigurationError(
+            f"timeout={seconds!r}: give seconds, above 0 and at most {_LONGEST_S:g}."
+        )
+    return seconds
+
+
+def checked_guards(
+    guards: Guards | None, schedules: Sequence[Schedule], method: Method
+) -> Guards | None:
+    if guards is not None and not isinstance(guards, Guards):
+        raise ConfigurationError(
+            f"guards={guards!r}: give an object, as in guards=offbeat.Guards(nonfinite='skip')."
+        )
+    if guards is not None:
+        guards.check(schedules, method)
+    return guards
 
 
 def checked_autocast(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -226,7 +278,9 @@ def chosen_engine(engine: str | None, launched: bool) -> str:
     return engine or ("processes" if launched else "serial")
 
 
-def check_streams(device: torch.device, replicas: int, averaging: Averaging | None) -> None:
+def check_streams(
+    device: torch.device, replicas: int, averaging: Averaging | None, guards: Guards | None
+) -> None:
     """Whether all stages can run side by side on one GPU."""
     if device.type != "cuda":
         found = "there is one" if torch.cuda.is_available() else "torch finds none here"
@@ -238,6 +292,12 @@ def check_streams(device: torch.device, replicas: int, averaging: Averaging | No
         raise ConfigurationError(
             f"engine='streams' with replicas={replicas} and {averaging}: one GPU trains one"
             " replica. Use engine='serial' or one process per replica."
+        )
+    if guards is not None and guards.drops:
+        raise ConfigurationError(
+            f"engine='streams' with nonfinite={guards.nonfinite!r}: recordings know where weights"
+            " and statistics lie, and these would be put elsewhere. Use nonfinite='stop' or"
+            " 'warn', or engine='serial'."
         )
 
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from offbeat import nest, trunk
 from offbeat.buffers import WrittenBuffers
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 from offbeat.partition import balanced_cuts
 from offbeat.rng import seeded
@@ -141,8 +142,10 @@ def _cut_module(
     if cuts is not None and ppv is not None:
         raise ConfigurationError("cuts and ppv both say where to cut: give one of them.")
     given = cuts if cuts is not None else ppv
-    if stages is not None and (not isinstance(stages, int) or stages < 1):
-        raise ConfigurationError(f"stages={stages!r}: give a whole number of at least 1.")
+    _require_places("cuts", cuts, int | str)
+    _require_places("ppv", ppv, int)
+    if stages is not None:
+        require_count("stages", stages)
     if given is not None and stages is not None and stages != len(given) + 1:
         name = "cuts" if cuts is not None else "ppv"
         raise ConfigurationError(
@@ -166,6 +169,16 @@ def _cut_module(
         return Cut(model, wanted, _checked(_children_named(model, cuts), len(children)))
     assert ppv is not None
     return Cut(model, wanted, _checked(_places_of_ppv(children, ppv), len(children)))
+
+
+def _require_places(name: str, given: Any, kind: Any) -> None:
+    sequence = isinstance(given, Sequence) and not isinstance(given, str)
+    if given is not None and not (
+        sequence and all(isinstance(p, kind) and not isinstance(p, bool) for p in given)
+    ):
+        raise ConfigurationError(
+            f"{name}={given!r}: give a list of the places to cut at, as in {name}=[4, 9]."
+        )
 
 
 def _children_named(model: nn.Module, cuts: Cuts) -> list[int]:

@@ -6,6 +6,7 @@
     ├── ScheduleError        a table of actions breaks a rule  (also a ValueError)
     │   └── Deadlock         workers wait for each other in a circle
     ├── StageError           a stage did something its rule cannot support  (also a RuntimeError)
+    ├── GuardError           a guard ended the run: not finite, too stale  (also a RuntimeError)
     ├── StoppedError         an earlier error ended this run  (also a RuntimeError)
     ├── WorkerLost           another process failed or went silent  (also a RuntimeError)
     └── MissingExtra         an optional package is not installed  (also an ImportError)
@@ -39,6 +40,10 @@ class Deadlock(ScheduleError):
 
 class StageError(OffbeatError, RuntimeError):
     """A stage returned or did something its backward rule cannot support."""
+
+
+class GuardError(OffbeatError, RuntimeError):
+    """A loss or gradient was not finite, or older than allowed, and the run was to stop there."""
 
 
 class StoppedError(OffbeatError, RuntimeError):

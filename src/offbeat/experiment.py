@@ -17,6 +17,9 @@ Optimizer = Literal["sgd", "adam", "adamw", "muon"]
 Decay = Literal["constant", "cosine", "linear", "step", "one-cycle"]
 
 
+_LARGEST = 3e38
+
+
 @dataclass(frozen=True)
 class Choice:
     """A name and its settings: ``adl:accumulate=4``, or a table with ``name`` in a TOML file."""
@@ -65,7 +68,7 @@ def _value(text: str) -> Any:
         return text.lower() == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: very deep nests
         return text
 
 
@@ -119,6 +122,10 @@ class Experiment:
         "With step: shares of the run after which it falls to a tenth, as in 0.5,0.75.", (0.5, 0.75)
     )
     clip: float | None = _help("Bound on the gradient norm.", None)
+    nonfinite: str | None = _help(
+        "About gradients that are not finite: warn, stop, skip or roll-back.", None
+    )
+    max_lag: int | None = _help("Bound on the lag, in updates; refused and measured.", None)
     epochs: int = _help("Passes over the training data.", 5)
     max_steps: int | None = _help("Stop after so many updates, in the middle of an epoch.", None)
     batch_size: int = _help("Rows per update, over all replicas.", 64)
@@ -150,15 +157,25 @@ class Experiment:
             return tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigurationError(f"{path} is not TOML: {error}.") from None
 
     def _check(self) -> None:
         for name in ("epochs", "batch_size", "replicas", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: give at least 1.")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ConfigurationError(f"max_steps={self.max_steps}: give at least 1.")
+        if self.warmup < 0:
+            raise ConfigurationError(f"warmup={self.warmup}: give a number of updates, 0 or more.")
         if not self.lr > 0:
             raise ConfigurationError(f"lr={self.lr}: give a number above 0.")
+        for name in ("lr", "momentum", "weight_decay"):
+            if not abs(getattr(self, name)) <= _LARGEST:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)}: give a number that float32 can hold, below"
+                    f" {_LARGEST:g}."
+                )
         if self.optimizer not in get_args(Optimizer):
             raise unknown("optimizer", self.optimizer, get_args(Optimizer))
         if self.decay not in get_args(Decay):

@@ -246,6 +246,10 @@ class GraphStage(Stage):
         else:
             super().clip(max_norm, norms)
 
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._gathered = 0
+
     def gradient_norms(self) -> Tensor:
         if not self._recording:
             self._show_gradients()
@@ -256,7 +260,7 @@ class GraphStage(Stage):
         if self._flown is not None:
             self.back.wait(self._flown)  # forwards read the weights that are written now
         self._save_version_in_use()
-        recording = self._recorded_update()
+        recording = self._recorded_update() if self._gathered else None
         if recording is None:
             self._clip_and_step()
         else:

@@ -49,6 +49,27 @@ class Entry(NamedTuple):
     replica: int = 0
 
 
+_MOST = {"stage": 1 << 16, "replica": 1 << 16, "batch": 1 << 62, "version": 1 << 62}
+"""What a column holds, and a picture can show."""
+
+
+def _checked(words: dict[str, Any]) -> dict[str, Any]:
+    """An entry as it is stored, or a ValueError that says what is wrong with it."""
+    if not isinstance(words, dict):
+        raise ValueError(f"{words!r} has no names")
+    if words.get("kind") not in NAMES:
+        raise ValueError(f"kind is {words.get('kind')!r}")
+    for name, most in _MOST.items():
+        number = words.get(name, 0)
+        if type(number) is not int or not 0 <= number < most:
+            raise ValueError(f"{name} is {number!r}")
+    for name in ("start_s", "end_s"):
+        moment = words.get(name)
+        if type(moment) not in (int, float) or not abs(moment) < 1e15:  # type: ignore[arg-type]
+            raise ValueError(f"{name} is {moment!r}")
+    return words
+
+
 class Ledger:
     """Columns of plain numbers, about 50 bytes an entry, so that it can stay on in long runs."""
 
@@ -124,10 +145,10 @@ class Ledger:
         ledger = cls()
         try:
             for line in Path(path).read_text().splitlines():
-                ledger.record(**json.loads(line))
+                ledger.record(**_checked(json.loads(line)))
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 f"{path}, line {len(ledger) + 1}: not an entry of a ledger ({error}). Give a file"
                 " written by trainer.ledger.save(...)."

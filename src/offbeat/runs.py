@@ -114,7 +114,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text().splitlines()
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}. Is it damaged?") from None
     for number, line in enumerate(lines, 1):
         try:
             yield json.loads(line)

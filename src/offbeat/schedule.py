@@ -159,11 +159,15 @@ class Schedule:
         """Reads what ``str`` wrote, and refuses a fill or drain that is not the cycle's."""
         lines = [line for line in text.strip().splitlines() if line.strip()]
         flags = lines.pop(0) if lines and lines[0].startswith("#") else ""
+        if not lines:
+            raise ScheduleError(f"{text!r} has no stage. A stage reads: {_EXAMPLE}")
         cycles = []
         micro_batches = 1
         for stage, line in enumerate(lines):
             actions = parse_actions(_part(line, "cycle"), stage)
             micro_batches = sum(action.kind == "F" for action in actions)
+            if not micro_batches:
+                raise ScheduleError(f"{line!r}: a cycle needs a forward. A stage reads: {_EXAMPLE}")
             cycles.append(_relative(actions, micro_batches))
         hops = re.search(r"hops ([\d ]+)", flags)
         found = cls(
@@ -229,13 +233,13 @@ def _flags(schedule: Schedule) -> str:
     return f"# {', '.join(words)}" if words else ""
 
 
+_EXAMPLE = "'stage 0: fill 0F0 | cycle 0F1 0B0 0U0 | drain 0B1 0U1', with '-' for nothing."
+
+
 def _part(line: str, name: Literal["fill", "cycle", "drain"]) -> str:
     found = re.search(rf"\b{name}\b([^|]*)", line)
     if found is None:
-        raise ScheduleError(
-            f"{line!r} has no {name!r} part. A stage reads: 'stage 0: fill 0F0 | cycle 0F1 0B0 0U0"
-            " | drain 0B1 0U1', with '-' for nothing."
-        )
+        raise ScheduleError(f"{line!r} has no {name!r} part. A stage reads: {_EXAMPLE}")
     return found[1].strip().strip("-")
 
 

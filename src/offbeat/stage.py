@@ -200,11 +200,17 @@ class Stage:
         with torch.no_grad(), precision(self._device, self._autocast):
             return nest.replace(functional_call(self.module, state, (given,)), _without_holes)
 
-    # ---------------------------------------------------------------- clipping
+    # ---------------------------------------------------------------- between backward and update
+
+    def drop_gradients(self) -> None:
+        """Lets the next update apply nothing."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def gradient_norms(self) -> Tensor:
         """The norm of every gradient, in the order of the parameters."""
-        gradients = [p.grad for p in self._trainable if p.grad is not None]
+        found = [p.grad for p in self._trainable if p.grad is not None]
+        gradients = [g.coalesce().values() if g.is_sparse else g for g in found]
         if not gradients:
             return torch.zeros(0, device=self._device)
         return torch.stack(torch._foreach_norm(gradients))

@@ -21,6 +21,7 @@ from offbeat.cut import Balancing, Cuts, Model, counted_cuts, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
+from offbeat.guards import Guard, Guards, Updates
 from offbeat.lanes import marked
 from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
@@ -86,11 +87,16 @@ class Trainer:
                    otherwise.
     ``seed``       key of all dropout; by default ``torch.initial_seed()``.
     ``autocast``   ``torch.bfloat16`` to run every forward in mixed precision.
+    ``guards``     what to do about gradients that are not finite or too stale: see
+                   :class:`offbeat.guards.Guards`; by default the first loss that is not finite is
+                   named in the log.
     ``engine``     "serial": all stages in this process; "processes": one stage in each process that
                    torchrun started; by default whichever the script was started for. "streams":
                    all stages in this process, side by side on one GPU, as CUDA graphs.
     ``compile``    runs every stage through ``torch.compile``.
     ``timeout``    seconds a process waits for one message before the run ends with a report.
+    ``when_replica_dies``  "stop" the run, or let the others "go on", with averages over who is left
+                   (in processes that nobody ends when one of them dies: see docs/replicas.md).
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
 
     With one stage per process every process runs the same script. ``step``, ``flush``,
@@ -120,9 +126,11 @@ class Trainer:
         clip: float | None = None,
         seed: int | None = None,
         autocast: torch.dtype | None = None,
+        guards: Guards | None = None,
         engine: Engine | None = None,
         compile: bool = False,
         timeout: float = 300.0,
+        when_replica_dies: Literal["stop", "go on"] = "stop",
         faults: Faults | None = None,
     ) -> None:
         self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
@@ -141,6 +149,10 @@ class Trainer:
         self._device = checks.device_of(self._cut.model)
         self._balance = balance
         self._clip = checks.checked_clip(clip)
+        timeout = checks.checked_timeout(timeout)
+        outlive = checks.outlives(when_replica_dies, self.averaging)
+        self._guards = checks.checked_guards(guards, self._schedules, method)
+        self._updates = Updates()
         self._faults = faults
         self._interleaving: Choose = updates_last
         self._workers: list[Worker] = []
@@ -165,13 +177,16 @@ class Trainer:
         checks.check_balance(balance, chosen, self._cut)
         checks.check_compile(compile, autocast, (phase for phase, _ in self._phases))
         if chosen == "streams":
-            checks.check_streams(self._device, replicas, self.averaging)
+            checks.check_streams(self._device, replicas, self.averaging, self._guards)
             self._streams = Streams(self._cut.stages, self._device, self._ledger)
             self._transports = [self._streams.transport]
         if chosen == "processes":
-            self._processes = Processes(self._cut.stages, replicas, self._device, timeout)
+            self._processes = Processes(
+                self._cut.stages, replicas, self._device, timeout, outlive=outlive
+            )
             how = (method, self.averaging, self._corrections)
             seed = self._processes.agree_on_setup(self._cut.model, *how, seed)
+            self._processes.agree({"the guards": (str(guards), "Give every process the same.")})
             self._here = range(self._processes.replica, self._processes.replica + 1)
             self._transports = [self._processes.transport]
         self._recipe = Recipe(
@@ -277,6 +292,16 @@ class Trainer:
             return self._readings
         parts = self._processes.share_bytes(self._readings.to_bytes())
         return Readings.merged(map(Readings.from_bytes, parts))
+
+    @property
+    def updates(self) -> Updates:
+        """Gradient norm, lag and outcome of every update, if there are ``guards``."""
+        if self._processes is None:
+            return self._updates
+        everyone = Updates()
+        for data in self._processes.share_bytes(self._updates.to_bytes()):
+            everyone.add_bytes(data)
+        return everyone
 
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage of each replica holds now: weight copies, graphs, bytes."""
@@ -577,6 +602,7 @@ class Trainer:
             worker.stage.discard()
             worker.pending.clear()
             worker.transport.clear()
+            worker.guard.forget()
             if worker.averager is not None:
                 worker.averager.forget()
         self._awaited.clear()
@@ -599,8 +625,10 @@ class Trainer:
             modules = cut.modules()
             heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
             here = range(self.stages) if self._processes is None else [self._processes.stage]
+            names = {id(p): name for name, p in cut.model.named_parameters()}
             for stage in self._recipe.stages(modules, heads, here, replica):
-                self._workers.append(self._worker(stage, transport))
+                guard = Guard(self._guards, stage, names, self._updates)
+                self._workers.append(self._worker(stage, transport, guard))
 
     @property
     def _balancing(self) -> Balancing:
@@ -612,7 +640,7 @@ class Trainer:
             side_by_side=self._streams is not None,
         )
 
-    def _worker(self, stage: Stage, transport: Transport) -> Worker:
+    def _worker(self, stage: Stage, transport: Transport, guard: Guard) -> Worker:
         stage.corrector = Corrector(
             self._corrections,
             stage=stage.index,
@@ -631,6 +659,7 @@ class Trainer:
             clip=self._clip,
             faults=self._faults,
             averager=averager,
+            guard=guard,
             listeners=self._listeners,
             clock=perf_counter if self._streams is None else marked,
         )
@@ -653,6 +682,13 @@ class Trainer:
         shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
         if nest.tensors([x, y]):
             checks.check_rows(list(shards[0]), self._schedule.micro_batches, self.method)
+        last = self._processes is None or self._processes.stage == self.stages - 1
+        if last and self._schedule.micro_batches > 1 and not nest.tensors(y):
+            raise BatchError(
+                f"y is a {type(y).__name__} without a tensor in it, and it is to be split into"
+                f" {self._schedule.micro_batches} micro-batches: give a tensor with a row per row"
+                " of x. The batch was not started."
+            )
         return shards
 
     def _refuse_if_stopped(self) -> None:

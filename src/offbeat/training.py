@@ -25,6 +25,7 @@ from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.errors import ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
+from offbeat.guards import Guards, Updates
 from offbeat.methods import Method, Phases, Synchronous, method_named
 from offbeat.planning import Auto, settings_of
 from offbeat.runs import MODEL, READINGS, RunWriter
@@ -177,6 +178,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         averaging=averaging_of(experiment),
         scheduler=scheduler_factory(experiment, experiment.epochs * steps_per_epoch),
         clip=experiment.clip,
+        guards=guards_of(experiment),
         seed=experiment.seed,
         autocast=torch.bfloat16 if experiment.autocast else None,
         engine=experiment.engine,  # type: ignore[arg-type]  # checked by the trainer
@@ -223,11 +225,27 @@ def averaging_of(experiment: Experiment) -> Averaging | None:
     return None if choice is None else averaging_named(choice.name, **choice.settings)
 
 
+def guards_of(experiment: Experiment) -> Guards | None:
+    nonfinite, max_lag = experiment.nonfinite, experiment.max_lag
+    if nonfinite is None and max_lag is None:
+        return None
+    return Guards(nonfinite=nonfinite or "warn", max_lag=max_lag)  # type: ignore[arg-type]  # checked there
+
+
 def optimizer_factory(
     experiment: Experiment,
 ) -> Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]]:
     """One optimizer per stage; Muon gets the matrices and AdamW the rest."""
     lr, decay, momentum = experiment.lr, experiment.weight_decay, experiment.momentum
+
+    def checked(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+        try:
+            return make(params)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"optimizer {experiment.optimizer} with lr={lr}, momentum={momentum} and"
+                f" weight_decay={decay}: {error}. Give numbers that it takes."
+            ) from None
 
     def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
         if experiment.optimizer == "sgd":
@@ -245,7 +263,7 @@ def optimizer_factory(
             made.append(torch.optim.AdamW(others, lr=lr, weight_decay=decay))
         return made
 
-    return make
+    return checked
 
 
 def scheduler_factory(experiment: Experiment, updates: int) -> Callable[[Optimizer], LambdaLR]:
@@ -397,6 +415,7 @@ def _finish(
             for name, s in waits.items()
             if s
         },
+        "guards": guarded(trainer.updates),
         "busy_share": busy_shares(ledger, trainer.stages),
         "cuts": None if trainer.cuts is None else list(trainer.cuts),
     }
@@ -407,6 +426,20 @@ def _finish(
             readings.save(writer.folder / READINGS)
         writer.finish(summary, ledger.tail(_LEDGER_ENTRIES))
     return summary
+
+
+def guarded(updates: Updates) -> dict[str, dict[str, Any]]:
+    """What the guards saw, by replica and stage; empty without guards."""
+    found: dict[str, dict[str, Any]] = {}
+    for update in updates:
+        nothing = {"updates": 0, "dropped": 0, "largest_norm": 0.0, "largest_lag": 0}
+        of = found.setdefault(f"{update.replica}/{update.stage}", nothing)
+        of["updates"] += 1
+        of["dropped"] += update.outcome != "applied"
+        of["largest_lag"] = max(of["largest_lag"], update.lag)
+        if math.isfinite(update.norm):
+            of["largest_norm"] = max(of["largest_norm"], update.norm)
+    return found
 
 
 def busy_shares(ledger: Any, stages: int) -> list[float]:

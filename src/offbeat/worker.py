@@ -11,6 +11,7 @@ from torch import Tensor
 from offbeat.averaging.engine import Averager, Task
 from offbeat.errors import BatchError, Deadlock
 from offbeat.faults import Faults
+from offbeat.guards import Guard, Updates
 from offbeat.ledger import Event
 from offbeat.nest import Nest
 from offbeat.schedule import Schedule
@@ -65,11 +66,13 @@ class Worker:
         clip: float | None = None,
         faults: Faults | None = None,
         averager: Averager | None = None,
+        guard: Guard | None = None,
         listeners: Sequence[int] | None = None,
         clock: Callable[[], Any] = perf_counter,
     ) -> None:
         self.stage = stage
         self.averager = averager
+        self.guard = guard or Guard(None, stage, {}, Updates())
         self.transport = transport
         self.pending: deque[Action | Task] = deque()
         self.step = 0
@@ -88,6 +91,7 @@ class Worker:
         self._first_update = self.stage.version
         self._local_losses = schedule.local_losses
         self._clips_globally = schedule.synchronous
+        self.guard.begin()
 
     @property
     def is_last(self) -> bool:
@@ -111,7 +115,7 @@ class Worker:
         return self._norm_keys(action)
 
     def _norm_keys(self, update: Action) -> list[Key]:
-        if self._clip is None or not self._clips_globally:
+        if (self._clip is None and not self.guard.agrees) or not self._clips_globally:
             return []
         number = self._first_update + update.batch
         return [Key("norms", self._index, number, source=other) for other in self._others()]
@@ -161,6 +165,7 @@ class Worker:
             for stage in self._listeners:
                 self.transport.send(Key("loss", stage, batch, self._index), term)
         self._record("F", batch, read, start, end, loss)
+        self.guard.forwarded(batch, read, loss)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
@@ -175,6 +180,7 @@ class Worker:
         if self._index > 0 and not self._local_losses:
             self.transport.send(Key("gradient", self._index - 1, batch), gradients)
         self._record("B", batch, self.stage.version, start - prepared, end)
+        self.guard.backwarded(batch)
         if self.pending and self.pending[0].kind == "U":
             self._do_first([] if self.averager is None else self.averager.before_update())
             self._send_norms()
@@ -205,12 +211,15 @@ class Worker:
     def _update(self, action: Action) -> None:
         received = [self.transport.receive(key) for key in self.needs(action)]
         start = self._clock()
+        number = self._first_update + action.batch
+        if received or self.guard.looks:
+            received.insert(self._index if received else 0, self.stage.gradient_norms())
+        applies = self.guard.before_update(number, received)
         if self._clip is not None:
-            if received:
-                received.insert(self._index, self.stage.gradient_norms())
             self.stage.clip(self._clip, received or None)
         self.stage.update()
-        number = self._first_update + action.batch
+        if not applies:
+            self.guard.after_drop()
         self._record("U", number, self.stage.version, start, self._clock())
         if self.averager is not None:
             self._do_first(self.averager.after_update())

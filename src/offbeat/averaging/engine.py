@@ -131,7 +131,7 @@ class Averager:
             self._record("A", task, gathered.sent_s, gathered.arrived_s)
         if task.what == "gradients":
             assert gathered is not None
-            _take_gradients(self._trainable, self._gradient_codec, gathered, self._replicas)
+            _take_gradients(self._trainable, self._gradient_codec, gathered)
         else:
             self._fragments[task.fragment].merge(task.number, gathered)
         self._record("M", task, began, perf_counter())
@@ -182,7 +182,6 @@ class _Fragment:
         self._policy = averaging.optimizer_state
         self._keep = plan.keep
         self._progress = plan.keep if plan.progress is None else plan.progress
-        self._replicas = replicas
         self.outer = plan.outer(weights, replicas)
         self.started: int | None = None
         """The version of the weights at which the average under way was started."""
@@ -231,7 +230,7 @@ class _Fragment:
     def _mean_of(self, number: int, gathered: Gathered) -> Tensor:
         width = 2 if isinstance(self._codec, Int8) else 1
         rows = [self._codec.decode(parts[:width]) for parts in gathered.parts]
-        mean = mean_of(rows, self._replicas)
+        mean = mean_of(rows, gathered.replicas)
         if self._known is not None:
             mean = self._known = self._measured_from.pop(number) + mean
         return mean
@@ -253,7 +252,7 @@ class _Fragment:
         """Moments by the convex rule alone: Adam's second moment must not become negative."""
         state = self._optimizer_state()
         if state:
-            mean = mean_of([parts[-1] for parts in gathered.parts], self._replicas)
+            mean = mean_of([parts[-1] for parts in gathered.parts], gathered.replicas)
             write(mean + self._keep * (flatten(state) - mean), state)
 
     def _optimizer_state(self) -> list[Tensor]:
@@ -310,12 +309,10 @@ def _gradients_of(parameters: Sequence[nn.Parameter], codec: Codec) -> list[Tens
     return [*codec.encode(row), row.new_tensor([float(p.grad is not None) for p in parameters])]
 
 
-def _take_gradients(
-    parameters: Sequence[nn.Parameter], codec: Codec, gathered: Gathered, replicas: int
-) -> None:
+def _take_gradients(parameters: Sequence[nn.Parameter], codec: Codec, gathered: Gathered) -> None:
     """The mean of all replicas' gradients; none where no replica has one."""
-    mean = mean_of([codec.decode(parts[:-1]) for parts in gathered.parts], replicas)
-    present = mean_of([parts[-1] for parts in gathered.parts], replicas).tolist()
+    mean = mean_of([codec.decode(parts[:-1]) for parts in gathered.parts], gathered.replicas)
+    present = mean_of([parts[-1] for parts in gathered.parts], gathered.replicas).tolist()
     for parameter, gradient, some in zip(
         parameters, unflatten(mean, parameters), present, strict=True
     ):

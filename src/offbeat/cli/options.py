@@ -6,7 +6,6 @@ Numbers arrive as text and are read here: typer's message for a bad number leave
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -20,6 +19,7 @@ _T = TypeVar("_T")
 # Beyond these a table outgrows the memory before it outgrows the reader.
 MOST_STAGES = 256
 _MOST = 10_000
+_LARGEST = 1e12
 
 
 # Options. The costs of `timeline` own the names --backward and --hop, so the settings of these
@@ -98,7 +98,7 @@ def _whole_or_wholes(text: str) -> int | tuple[int, ...]:
 
 def _number(text: str) -> float:
     value = float(text)
-    if not isfinite(value):
+    if not abs(value) <= _LARGEST:
         raise ValueError
     return value
 

@@ -80,7 +80,7 @@ class Asynchronous(Method):
         if self.backward not in RULES:
             raise unknown("backward rule", self.backward, RULES)
         if self.accumulate is not None:
-            require_count("accumulate", self.accumulate)
+            require_count("accumulate", self.accumulate, MOST)
         if self.cap is not None and (not isinstance(self.cap, int) or self.cap < 0):
             raise ConfigurationError(
                 f"cap={self.cap!r}: give the most micro-batches that may be in flight at the first"
@@ -117,10 +117,16 @@ class Asynchronous(Method):
         return tuple(-(-d // self.micro_batches(stages)) for d in self.capped_depths(stages))
 
 
-def require_count(name: str, value: object) -> None:
+MOST = 10_000
+"""Micro-batches of a step, and the lag of a stage: beyond, a schedule outgrows the memory."""
+
+
+def require_count(name: str, value: object, most: int | None = None) -> None:
     """Refuses anything but an integer of at least one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{name}={value!r}: give a whole number of at least 1.")
+    if most is not None and value > most:
+        raise ConfigurationError(f"{name}={value}: give at most {most}.")
 
 
 def unlocked(stages: int) -> tuple[int, ...]:

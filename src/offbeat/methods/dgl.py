@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Asynchronous
 from offbeat.schedule import Schedule
 
@@ -32,6 +33,14 @@ class DGL(Asynchronous):
     reference = "Belilovsky et al. 2020, arXiv 1901.08164"
 
     head: Callable[[Any, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head is not None and not callable(self.head):
+            raise ConfigurationError(
+                f"DGL(head={self.head!r}): give a function head(activation, output) that returns an"
+                " nn.Module, or None for the paper's."
+            )
 
     def depths(self, stages: int) -> tuple[int, ...]:
         return (0,) * stages

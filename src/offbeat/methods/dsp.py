@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Asynchronous, Rule, unlocked
+from offbeat.methods.base import MOST, Asynchronous, Rule, unlocked
 from offbeat.schedule import Schedule
 
 
@@ -53,9 +53,9 @@ class DSP(Asynchronous):
                 )
         if isinstance(self.hop, Sequence):
             object.__setattr__(self, "hop", _whole(self.hop, "hop"))
-        elif self.hop is not None and (not isinstance(self.hop, int) or self.hop < 0):
+        elif self.hop is not None and not _is_whole(self.hop):
             raise ConfigurationError(
-                f"DSP(hop={self.hop!r}): give an integer >= 0, or K-1 of them."
+                f"DSP(hop={self.hop!r}): give an integer from 0 to {MOST}, or K-1 of them."
             )
 
     def depths(self, stages: int) -> tuple[int, ...]:
@@ -99,6 +99,16 @@ class DSP(Asynchronous):
 
 
 def _whole(values: Sequence[int], name: str) -> tuple[int, ...]:
-    if isinstance(values, str) or not all(isinstance(v, int) and v >= 0 for v in values):
-        raise ConfigurationError(f"DSP({name}={values!r}): give integers >= 0.")
+    if (
+        isinstance(values, str)
+        or not isinstance(values, Sequence)
+        or not all(map(_is_whole, values))
+    ):
+        raise ConfigurationError(
+            f"DSP({name}={values!r}): give integers from 0 to {MOST} in a tuple, as in (4, 2, 0)."
+        )
     return tuple(values)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST

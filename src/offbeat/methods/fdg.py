@@ -31,7 +31,8 @@ class FDG(Asynchronous):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.beta <= 1:
+        number = isinstance(self.beta, (int, float)) and not isinstance(self.beta, bool)
+        if not number or not 0 < self.beta <= 1:
             raise ConfigurationError(
                 f"FDG(beta={self.beta!r}): gradients shrink by beta, so 0 < beta <= 1; 1 is off."
             )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offbeat.methods.base import Method, require_count
+from offbeat.methods.base import MOST, Method, require_count
 from offbeat.schedule import Schedule, Slot
 
 
@@ -30,7 +30,7 @@ class GPipe(Method):
     micro_batches: int = 4
 
     def __post_init__(self) -> None:
-        require_count("micro_batches", self.micro_batches)
+        require_count("micro_batches", self.micro_batches, MOST)
 
     def schedule(self, stages: int) -> Schedule:
         chunks = range(self.micro_batches)

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,28 +17,56 @@ NOTICED_S = 4 * _POLL_S
 """Within which every process has surely seen a note."""
 
 
+LOST = object()
+"""In place of the value of a process that died."""
+_GIVEN_UP = (
+    "the other replicas have lost the connection to this one and go on without it: another of its"
+    " processes has ended, or the network between them broke."
+)
+
+
 class Board:
     """Facts to compare, and urgent notes that a thread looks out for: failure, stall, stop."""
 
-    def __init__(self, rank: int, size: int, name: str) -> None:
+    def __init__(self, rank: int, size: int, name: str, row: int | None = None) -> None:
+        """``row``: how many processes make a replica, where one may die without the others."""
         store = dist.distributed_c10d._get_default_store()
         self._store = PrefixStore(f"offbeat/{name}", store)
         self._rank, self._size = rank, size
+        self._row = row
+        own = None if row is None else rank // row
+        self._failure = "failure" if own is None else f"failure/{own}"
+        self._given_up = "" if own is None else f"dead/{own}"
         self._counts: dict[str, int] = {}
         self._stop = threading.Event()
         self._edges: Edges | None = None
         self.stop_at: int | None = None
         """The step after which somebody asked all processes to stop."""
 
-    def exchange(self, name: str, value: Any) -> list[Any]:
+    def exchange(self, name: str, value: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The values of all ranks, or of some; :data:`LOST` for a dead replica's."""
         count = self._counts[name] = self._counts.get(name, -1) + 1
         self._store.set(f"{name}/{count}/{self._rank}", json.dumps(value))
-        return [json.loads(self._store.get(f"{name}/{count}/{r}")) for r in range(self._size)]
+        everyone = range(self._size) if ranks is None else ranks
+        return [self._read(f"{name}/{count}/{rank}", rank) for rank in everyone]
+
+    def _read(self, key: str, rank: int) -> Any:
+        while self._row is not None and not self._store.check([key]):
+            if self._store.check([f"dead/{rank // self._row}"]):
+                return LOST
+            if self._edges is not None and self._edges.failure is not None:
+                raise self._edges.failure
+            time.sleep(0.02)
+        return json.loads(self._store.get(key))
+
+    def declare_dead(self, replica: int) -> None:
+        """For all to see, the replica itself included, should it be alive somewhere."""
+        self._store.set(f"dead/{replica}", str(self._rank))
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.
         note = json.dumps([self._rank, text])
-        self._store.compare_set("failure", "", note)
+        self._store.compare_set(self._failure, "", note)
 
     def ask_to_stop(self, step: int) -> None:
         """Only the first request counts; the others read it within moments."""
@@ -59,8 +88,11 @@ class Board:
         assert self._edges is not None
         while not self._stop.wait(_POLL_S):
             try:
-                if store.check(["failure"]):
-                    rank, text = json.loads(store.get("failure"))
+                if self._given_up and store.check([self._given_up]):
+                    self._edges.fail(WorkerLost(_GIVEN_UP))
+                    return
+                if store.check([self._failure]):
+                    rank, text = json.loads(store.get(self._failure))
                     if rank != self._rank:
                         self._edges.fail(WorkerLost(f"rank {rank} failed first:\n{text}"))
                     return

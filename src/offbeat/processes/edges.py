@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,17 @@ from offbeat.processes.shared import Arena, Window
 from offbeat.processes.wire import HEADER_BYTES, Arrival, Parcel, pack
 from offbeat.transport import Gathered, Key
 
+if TYPE_CHECKING:
+    from offbeat.processes.survivors import Survivors
+
 _LENGTH = struct.Struct("<q")
 _GOODBYE = -1
+_LONGEST_HEADER_BYTES = 1 << 28
 _BUCKET_BYTES = 1 << 25
 """An all-reduce of more is made of several, so that one is copied while another is sent."""
 
 
-class _Outgoing(threading.Thread):
+class Outgoing(threading.Thread):
     """Writes parcels to one neighbour, in order."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, failed: Callable[..., None]) -> None:
@@ -59,7 +63,7 @@ class _Outgoing(threading.Thread):
         dist.send(torch.frombuffer(padded, dtype=torch.uint8), self._peer, self._group)
 
 
-class _Incoming(threading.Thread):
+class Incoming(threading.Thread):
     """Reads parcels from one neighbour and hands each over as soon as it is whole."""
 
     def __init__(
@@ -91,6 +95,8 @@ class _Incoming(threading.Thread):
         (length,) = _LENGTH.unpack_from(raw)
         if length == _GOODBYE:
             return None
+        if not 0 < length <= _LONGEST_HEADER_BYTES:
+            raise WorkerLost(f"a message with a header of {length} bytes arrived: it is damaged.")
         header = raw[_LENGTH.size : _LENGTH.size + length]
         if length > len(header):
             rest = torch.empty(length - len(header), dtype=torch.uint8)
@@ -128,14 +134,16 @@ class Edges:
         self._failure: OffbeatError | None = None
         self._waiting: tuple[Key, float] | None = None
         self._closing = False
-        self._out: dict[int, _Outgoing] = {}
-        self._in: dict[int, _Incoming] = {}
+        self.survivors: Survivors | None = None
+        """Set where averages go on without replicas that die."""
+        self._out: dict[int, Outgoing] = {}
+        self._in: dict[int, Incoming] = {}
         # Neighbours on this host, by stage: what is sent to them goes through shared memory.
         self._arenas = {other: Arena() for other in pids}
         for other in (stage - 1, stage + 1):
             if 0 <= other < len(ranks):
-                self._out[other] = _Outgoing(ranks[other], groups[stage, other], self._edge_failed)
-                self._in[other] = _Incoming(
+                self._out[other] = Outgoing(ranks[other], groups[stage, other], self._edge_failed)
+                self._in[other] = Incoming(
                     ranks[other],
                     groups[other, stage],
                     Window(pids[other]) if other in pids else None,
@@ -149,7 +157,7 @@ class Edges:
 
     def send(self, key: Key, message: Any) -> None:
         if key.to == self._stage:
-            self._put(key, message)
+            self.put(key, message)
         else:
             self._post(key, message)
 
@@ -179,9 +187,13 @@ class Edges:
 
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
         sent_s = time.perf_counter()
-        if self._peers is None:
-            self._put(key, Gathered([list(parts)], sent_s, sent_s))
+        if self.survivors is not None:
+            self.survivors.gather(key, parts)
             return
+        if self._peers is None:
+            self.put(key, Gathered([list(parts)], sent_s, sent_s, 1))
+            return
+        replicas = self._peers.size()
         rows = [part.detach().cpu().contiguous() for part in parts]
         if summed:
             # In place, so never in the sender's own memory.
@@ -193,8 +205,7 @@ class Edges:
             ]
             works = [dist.all_reduce(b, group=self._peers, async_op=True) for b in buckets]
         else:
-            size = self._peers.size()
-            results = [row.new_empty(size, *row.shape) for row in rows]
+            results = [row.new_empty(replicas, *row.shape) for row in rows]
             works = [
                 _all_gather(_bytes_of(result), _bytes_of(row), group=self._peers, async_op=True)
                 for result, row in zip(results, rows, strict=True)
@@ -214,7 +225,7 @@ class Edges:
                     return
             there = [result.to(self._device) for result in results]
             found = [there] if summed else [list(replica) for replica in zip(*there, strict=True)]
-            self._put(key, Gathered(found, sent_s, time.perf_counter()))
+            self.put(key, Gathered(found, sent_s, time.perf_counter(), replicas))
 
         # The callbacks hold the rows until everything is sent.
         one_done.rows = rows  # type: ignore[attr-defined]
@@ -244,6 +255,10 @@ class Edges:
     def failed(self) -> bool:
         return self._failure is not None
 
+    @property
+    def failure(self) -> OffbeatError | None:
+        return self._failure
+
     def fail(self, error: OffbeatError) -> None:
         """Ends this and every later wait with an error."""
         with self._changed:
@@ -252,6 +267,9 @@ class Edges:
 
     def _edge_failed(self, peer: int | None, error: RuntimeError | OSError) -> None:
         if self._closing:
+            return
+        if isinstance(error, OffbeatError):
+            self.fail(error)
             return
         reason = str(error).splitlines()[0]
         whom = "another replica of this stage" if peer is None else f"rank {peer}"
@@ -264,14 +282,14 @@ class Edges:
 
     # ---------------------------------------------------------------- moving
 
-    def _put(self, key: Key, message: Any) -> None:
+    def put(self, key: Key, message: Any) -> None:
         with self._changed:
             self._inbox[key] = message
             self._changed.notify_all()
 
     def _deliver(self, arrival: Arrival) -> None:
         if arrival.key.to == self._stage:
-            self._put(arrival.key, arrival.message(self._device))
+            self.put(arrival.key, arrival.message(self._device))
         else:
             self._post(arrival.key, arrival.message(torch.device("cpu")))
 
@@ -286,8 +304,11 @@ class Edges:
             self._closing = True
             for outgoing in self._out.values():
                 outgoing.parcels.put(None)
+            if self.survivors is not None:
+                self.survivors.close()
         deadline = time.monotonic() + wait_s
-        for thread in (*self._out.values(), *self._in.values()):
+        pairs = [] if self.survivors is None else self.survivors.threads
+        for thread in (*self._out.values(), *self._in.values(), *pairs):
             thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ except ImportError:
 
 Child = subprocess.Popen[bytes]
 _GRACE_S = 5.0
+_LOCALHOST = "127.0.0.1"
 
 
 def launch(
@@ -30,15 +32,18 @@ def launch(
     *args: Any,
     threads: int = 1,
     timeout_s: float | None = None,
+    go_on: bool = False,
 ) -> list[Any]:
     """Calls ``function(*args)`` in K new processes and returns what each returned, by rank.
 
     Inside, a Trainer finds itself started as if by torchrun. The first error of any process ends
-    all of them and is raised here. Functions defined in a notebook or script need ``cloudpickle``.
+    all of them and is raised here; with ``go_on`` the others are left to finish, and None stands
+    for what a failed one would have returned, unless all have failed. Functions defined in a
+    notebook or script need ``cloudpickle``.
     """
     if processes < 1:
         raise ConfigurationError(f"launch(processes={processes}): give at least 1.")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _local_store()
     with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(_pickled(function, args))
@@ -46,10 +51,19 @@ def launch(
             _start(rank, processes, store.port, threads, folder) for rank in range(processes)
         ]
         try:
-            _wait(children, timeout_s)
+            _wait(children, timeout_s, go_on)
         finally:
             ended_here = _end(children)
-        return _results(children, ended_here, folder)
+        return _results(children, ended_here, folder, go_on)
+
+
+def _local_store() -> TCPStore:
+    """A store that this machine alone can reach: left to itself it listens on every address."""
+    listener = socket.create_server((_LOCALHOST, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        _LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -78,17 +92,21 @@ def _start(rank: int, size: int, port: int, threads: int, folder: Path) -> Child
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
+    # Otherwise gloo listens on whichever address the host's name has.
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
     command = [sys.executable, "-m", "offbeat.processes.child", str(port), str(folder)]
     # The child ends itself when this pipe closes, so that none outlives a killed parent.
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
 
-def _wait(children: list[Child], timeout_s: float | None) -> None:
+def _wait(children: list[Child], timeout_s: float | None, go_on: bool) -> None:
     """Until all have ended; one failure gives the others a few seconds to say what they know."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failed = False
     while any(child.poll() is None for child in children):
-        if not failed and any(child.poll() not in (None, 0) for child in children):
+        if not failed and not go_on and any(child.poll() not in (None, 0) for child in children):
             failed, deadline = True, time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             if failed:
@@ -109,19 +127,23 @@ def _end(children: list[Child]) -> set[int]:
     return running
 
 
-def _results(children: list[Child], ended_here: set[int], folder: Path) -> list[Any]:
-    results, errors = [], []
+def _results(children: list[Child], ended_here: set[int], folder: Path, go_on: bool) -> list[Any]:
+    results: list[Any] = []
+    errors = []
     died: tuple[int, int] | None = None
     for rank, child in enumerate(children):
         file = folder / f"result-{rank}"
         if not file.exists():
             died = died or (None if rank in ended_here else (rank, child.returncode))
+            results.append(None)
             continue
         moment, error, value = pickle.loads(file.read_bytes())  # written by our own child
         if error is not None:
             # What happened elsewhere is a consequence: the first error that is not comes first.
             errors.append((isinstance(error, WorkerLost), moment, rank, error))
         results.append(value)
+    if go_on and any(child.returncode == 0 for child in children):
+        return results
     consequence, _, rank, error = min(errors, key=lambda e: e[:3], default=(True, 0, 0, None))
     if died is not None and consequence:
         raise WorkerLost(f"rank {died[0]} ended with {_named(died[1])} and left no result.")

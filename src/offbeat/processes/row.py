@@ -30,8 +30,9 @@ from offbeat.memory import StageMemory
 from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.processes import shared
-from offbeat.processes.board import NOTICED_S, Board
+from offbeat.processes.board import LOST, NOTICED_S, Board
 from offbeat.processes.edges import Edges
+from offbeat.processes.survivors import Survivors
 from offbeat.sharding import is_sharded, shards_of
 from offbeat.transport import Key
 
@@ -48,7 +49,16 @@ def processes_launched() -> bool:
 class Processes:
     """Rows of processes, one stage in each and one row per replica, for one trainer."""
 
-    def __init__(self, stages: int, replicas: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        stages: int,
+        replicas: int,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        outlive: bool = False,
+    ) -> None:
+        """``outlive``: a replica that dies does not end the others."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         _leave_at_exit()
@@ -73,7 +83,16 @@ class Processes:
             for k in range(stages - 1)
             for here, there in ((k, k + 1), (k + 1, k))
         }
-        self._board = Board(self.rank, self.size, self._everyone.group_name)
+        pairs = {
+            (k, here, there): _new_group(sorted((here * stages + k, there * stages + k)))
+            for k in range(stages if outlive else 0)
+            for here, there in itertools.permutations(range(replicas), 2)
+        }
+        # Whose ledgers and the like are put together: whoever cannot die without this process.
+        self._company = self._row if outlive else list(range(self.size))
+        self._company_group = self._row_group if outlive else self._everyone
+        name = self._everyone.group_name
+        self._board = Board(self.rank, self.size, name, stages if outlive else None)
         self.transport = Edges(
             self.stage,
             self._row,
@@ -84,6 +103,16 @@ class Processes:
             pids=self._neighbours_here(),
             stalled=self._board.everyone_waits_for,
         )
+        if outlive:
+            self.transport.survivors = Survivors(
+                self.stage,
+                self.replica,
+                [row[self.stage] for row in rows],
+                {(a, b): pair for (k, a, b), pair in pairs.items() if k == self.stage},
+                device=device,
+                deliver=self.transport.put,
+                declare_dead=self._board.declare_dead,
+            )
         self._board.watch(self.transport)
         _OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
@@ -162,7 +191,7 @@ class Processes:
         mine = {name: value for name, (value, _) in facts.items()}
         for rank, theirs in enumerate(self.exchange("facts", mine)):
             for name, (value, remedy) in facts.items():
-                if theirs[name] != value:
+                if theirs is not LOST and theirs[name] != value:
                     first, second = sorted([(self.rank, value), (rank, theirs[name])])
                     raise ConfigurationError(
                         f"{name} differs between processes: {first[1]} on rank {first[0]},"
@@ -176,11 +205,12 @@ class Processes:
     ) -> Iterator[tuple[Nest, Nest]]:
         """x for the first stage, y for the last (and for the first, which checks them)."""
         length = len(loader) if isinstance(loader, Sized) else None
-        lengths = self.exchange("lengths", length)
-        for rank, other in enumerate(lengths):
+        lengths = self._board.exchange("lengths", length, self._company)
+        for rank, other in zip(self._company, lengths, strict=True):
             if other != lengths[0]:
                 raise BatchError(
-                    f"the loader has {lengths[0]} batches on rank 0 and {other} on rank {rank}:"
+                    f"the loader has {lengths[0]} batches on rank {self._company[0]} and {other} on"
+                    f" rank {rank}:"
                     " give every process the same data."
                 )
         first, last = self.stage == 0, self.stage == self.stages - 1
@@ -207,8 +237,8 @@ class Processes:
             return
         sums = self.exchange("shards", checksum_of([x, y]))
         for replica in range(1, self.replicas):
-            same = [sums[stage] == sums[replica * self.stages + stage] for stage in self._fed()]
-            if all(same):
+            fed = [(sums[stage], sums[replica * self.stages + stage]) for stage in self._fed()]
+            if all(first == other is not LOST for first, other in fed):
                 raise BatchError(
                     f"replicas 0 and {replica} were fed the same batch. With replicas in processes"
                     " of their own each takes its part of it: loop over trainer.batches(loader), or"
@@ -231,13 +261,14 @@ class Processes:
         return Evaluation(**self.transport.receive(Key("result", self.stage, number, last)))
 
     def gather_memory(self, own: Sequence[StageMemory]) -> list[StageMemory]:
-        everyone = self.exchange("memory", [asdict(memory) for memory in own])
+        found = [asdict(memory) for memory in own]
+        everyone = self._board.exchange("memory", found, self._company)
         return [StageMemory(**memory) for of_rank in everyone for memory in of_rank]
 
     def merge(self, own: Ledger) -> Ledger:
         """All processes' entries on this machine's clock, in the order in which they ended."""
         clock = time.time() - time.perf_counter()
-        clocks = self.exchange("clock", clock)
+        clocks = self._board.exchange("clock", clock, self._company)
         ledgers = [Ledger.from_bytes(data) for data in self.share_bytes(own.to_bytes())]
         return Ledger.merged(ledgers, [other - clock for other in clocks])
 
@@ -249,15 +280,15 @@ class Processes:
         return [tensor.to(self._device) for tensor in shared]
 
     def share_bytes(self, data: bytes) -> list[bytes]:
-        """Every process's bytes, in the order of ranks."""
-        sizes = self.exchange("sizes", len(data))
+        """Every process's bytes, in the order of ranks; where replicas may die, its row's."""
+        sizes = self._board.exchange("sizes", len(data), self._company)
         everyone = []
-        for rank, size in enumerate(sizes):
+        for rank, size in zip(self._company, sizes, strict=True):
             buffer = torch.empty(size, dtype=torch.uint8)
             if rank == self.rank and size:
                 buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             if size:
-                dist.broadcast(buffer, rank, self._everyone)
+                dist.broadcast(buffer, rank, self._company_group)
             everyone.append(buffer.numpy().tobytes())
         return everyone
 

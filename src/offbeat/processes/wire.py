@@ -7,16 +7,18 @@ travel, so that a layout such as channels-last arrives as it left.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from offbeat.errors import StageError
+from offbeat.errors import StageError, WorkerLost
 from offbeat.nest import is_dense
 from offbeat.processes.shared import Arena, Window
-from offbeat.transport import Key
+from offbeat.transport import Key, What
 
 HEADER_BYTES = 4096
 _INLINE_BYTES = 64
@@ -86,32 +88,37 @@ class Arrival:
     """A message of which the header is here: buffers to receive into, then the message itself."""
 
     def __init__(self, header: bytes, window: Window | None = None) -> None:
-        words = json.loads(header)
-        self.key = Key(*words["key"])
-        self._nest = words["nest"]
-        self._metas = words["tensors"]
         self._flat: list[Tensor] = []
         self.buffers: list[Tensor] = []
         """Fresh for every message, so nothing that refers to an older one is overwritten."""
-        for meta in self._metas:
-            count = torch.Size(meta["size"]).numel() * _dtype(meta["dtype"]).itemsize
-            if "inline" in meta:
-                flat = torch.tensor(list(bytes.fromhex(meta["inline"])), dtype=torch.uint8)
-            elif "file" in meta:
-                assert window is not None
-                flat = window.look(meta["file"], count)
-            else:
-                flat = torch.empty(count, dtype=torch.uint8)
-                self.buffers.append(flat)
-            self._flat.append(flat)
+        with _refusing_other_words():
+            words = json.loads(header)
+            self.key = _key(*words["key"])
+            self._nest = words["nest"]
+            self._metas = words["tensors"]
+            for meta in self._metas:
+                self._flat.append(self._place_of(meta, window))
+
+    def _place_of(self, meta: dict[str, Any], window: Window | None) -> Tensor:
+        count = torch.Size(meta["size"]).numel() * _dtype(meta["dtype"]).itemsize
+        if "inline" in meta:
+            return torch.tensor(list(bytes.fromhex(meta["inline"])), dtype=torch.uint8)
+        if "file" in meta:
+            if window is None or type(meta["file"]) is not int:
+                raise ValueError(f"file {meta['file']!r} is not in shared memory")
+            return window.look(meta["file"], count)
+        buffer = torch.empty(count, dtype=torch.uint8)
+        self.buffers.append(buffer)
+        return buffer
 
     def message(self, device: torch.device) -> Any:
         """The nest, once the buffers are full."""
         tensors = []
-        for flat, meta in zip(self._flat, self._metas, strict=True):
-            tensor = flat.view(_dtype(meta["dtype"])).as_strided(meta["size"], meta["stride"])
-            tensors.append(tensor.to(device).requires_grad_(meta["grad"]))
-        return _rebuild(self._nest, tensors)
+        with _refusing_other_words():
+            for flat, meta in zip(self._flat, self._metas, strict=True):
+                tensor = flat.view(_dtype(meta["dtype"])).as_strided(meta["size"], meta["stride"])
+                tensors.append(tensor.to(device).requires_grad_(meta["grad"]))
+            return _rebuild(self._nest, tensors)
 
 
 def _rebuild(nest: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -127,4 +134,25 @@ def _rebuild(nest: dict[str, Any], tensors: list[Tensor]) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    return cast(torch.dtype, getattr(torch, name))
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensor")
+    return found
+
+
+def _key(what: What, *numbers: int) -> Key:
+    if what not in get_args(What) or any(type(number) is not int for number in numbers):
+        raise ValueError(f"{what!r} {numbers} is no key")
+    return Key(what, *numbers)
+
+
+@contextmanager
+def _refusing_other_words() -> Iterator[None]:
+    """Whatever is wrong with a message becomes one error, which ends every wait."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise WorkerLost(
+            f"a message that is not this library's arrived ({error}). Something else writes to a"
+            " connection of this run, or the processes run different versions of offbeat."
+        ) from error

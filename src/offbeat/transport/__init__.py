@@ -20,6 +20,7 @@ What = Literal[
     "gradients",
     "weights",
     "export",
+    "obituary",
 ]
 
 
@@ -45,6 +46,8 @@ class Gathered(NamedTuple):
     """Per replica, in order; a single entry where they were summed on the way."""
     sent_s: float
     arrived_s: float
+    replicas: int
+    """How many contributed."""
 
 
 class Transport(Protocol):

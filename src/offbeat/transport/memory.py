@@ -56,7 +56,7 @@ class Memory:
         self._meeting.bring(key, self._replica, list(parts))
 
     def complete(self, key: Key, parts: list[list[Tensor]]) -> None:
-        self.send(key, Gathered(parts, self._sent_s.pop(key), perf_counter()))
+        self.send(key, Gathered(parts, self._sent_s.pop(key), perf_counter(), len(parts)))
 
     def clear(self) -> None:
         self._messages.clear()

@@ -1,0 +1,163 @@
+"""What may be trusted: nothing is unpickled that need not be, and nothing listens to strangers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jobs
+import offbeat
+from offbeat.errors import WorkerLost
+from offbeat.processes.shared import Window
+from offbeat.processes.wire import Arrival, pack
+from offbeat.transport import Key
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(offbeat.__file__).parent
+
+# The launcher and its children exchange a call and its result through a folder that only their
+# user can open; batches of CIFAR are read by an unpickler that knows nothing but arrays.
+MAY_PICKLE = {"processes/launcher.py", "processes/child.py", "zoo/data/formats.py"}
+OBJECT_COLLECTIVES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+}
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def is_set(call: ast.Call, name: str) -> bool:
+    return any(k.arg == name and ast.unparse(k.value) == "True" for k in call.keywords)
+
+
+def test_the_package_runs_no_text_and_loads_no_object() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        imported = {
+            alias.name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        assert name in MAY_PICKLE or not imported & {"pickle", "dill", "shelve", "marshal", "yaml"}
+        for function, call in calls(path):
+            assert function not in ("eval", "exec", "os.system", "tempfile.mktemp"), name
+            assert function.split(".")[-1] not in OBJECT_COLLECTIVES, name
+            assert not is_set(call, "shell"), name
+            assert not function.endswith(("extractall", ".extract")), name
+
+
+@pytest.mark.parametrize("folder", ["src", "examples", "benchmarks", "tests"])
+def test_weights_are_loaded_as_weights_only(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for function, call in calls(path):
+            if function == "torch.load":
+                assert is_set(call, "weights_only"), path
+
+
+def test_pages_load_weights_as_weights_only() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for line in page.read_text().splitlines():
+            assert "torch.load(" not in line or "weights_only=True" in line, f"{page}: {line}"
+
+
+def test_processes_exchange_no_objects() -> None:
+    """Everything a user may ask of several processes, with unpickling forbidden."""
+    assert offbeat.launch(jobs.train_without_pickle, 4, timeout_s=100) == [True] * 4
+
+
+def test_launch_listens_on_this_machine_alone() -> None:
+    """Its store once listened on every address of the machine."""
+    for addresses in offbeat.launch(jobs.listening_addresses, 2):
+        assert len(addresses) > 2
+        assert all(address == "0100007F" for address in addresses), addresses
+
+
+# ------------------------------------------------------------------------- messages
+
+
+def header(**changes: Any) -> bytes:
+    """A sound message's header with something else in it."""
+    words = json.loads(pack(Key("activation", 1, 0), torch.ones(100)).header)
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        place: Any = words
+        for step in way:
+            place = place[int(step)] if isinstance(place, list) else place[step]
+        place[last] = value
+    return json.dumps(words).encode()
+
+
+def test_a_sound_message_arrives() -> None:
+    arrival = Arrival(header())
+    arrival.buffers[0].copy_(torch.ones(100).view(torch.uint8))
+    assert torch.equal(arrival.message(torch.device("cpu")), torch.ones(100))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b"{}",
+        header(key=["activation", 1]),
+        header(key=["activation", "1", 0, 0]),
+        header(key=["__class__", 1, 0, 0]),
+        header(nest=3),
+        header(nest={"x": 1}),
+        header(nest={"t": 9}),
+        header(tensors__0__dtype="load"),
+        header(tensors__0__dtype="hub"),
+        header(tensors__0__dtype=3),
+        header(tensors__0__size=[-4]),
+        header(tensors__0__size=[1 << 60]),
+        header(tensors__0__stride=[1 << 40]),
+        header(tensors__0__stride=[1, 1]),
+        header(tensors__0__grad="no"),
+        header(tensors__0__inline="zz"),
+        header(tensors__0__inline="00"),
+        header(tensors__0__file="../../../../etc/passwd"),
+        header(tensors__0__file=10_000),
+    ],
+    ids=repr,
+)
+def test_another_message_is_refused_with_words(raw: bytes) -> None:
+    with pytest.raises((WorkerLost, OSError)) as caught:
+        Arrival(raw, Window(pid=1 << 30)).message(torch.device("cpu"))
+    if caught.type is WorkerLost:
+        assert "a message that is not this library's arrived" in str(caught.value)
+
+
+def test_names_in_a_message_reach_no_file_and_no_function() -> None:
+    own = Window(os.getpid())
+    with pytest.raises(WorkerLost, match=r"file '../cmdline' is not in shared memory"):
+        Arrival(header(tensors__0__file="../cmdline"), own)
+    with pytest.raises(WorkerLost, match="'load' is no type of tensor"):
+        Arrival(header(tensors__0__dtype="load"), own)
+
+
+def test_shared_memory_is_not_looked_for_where_there_is_none() -> None:
+    with pytest.raises(WorkerLost, match="file 3 is not in shared memory"):
+        Arrival(header(tensors__0__file=3), None)
+
+
+def test_a_damaged_message_ends_the_run_and_hangs_nobody() -> None:
+    with pytest.raises(WorkerLost, match=r"^a message that is not this library's arrived"):
+        offbeat.launch(jobs.send_a_damaged_message, 2, timeout_s=60)

@@ -1,0 +1,141 @@
+"""A replica dies: the others go on, agree on every average and leave nobody behind."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jobs
+import offbeat
+from helpers import OPTIMIZERS, assert_same_bits, mlp, trainer_for, vector_batches
+from offbeat.averaging import AllReduce, Averaging, DaSGD, EagerDiLoCo, LocalSGD
+from offbeat.errors import ConfigurationError, WorkerLost
+from offbeat.rng import seed_for
+
+
+def left_behind() -> list[str]:
+    """Children of this process that still run."""
+    command = ["ps", "-o", "args=", "--ppid", str(os.getpid())]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [line for line in listing.splitlines() if "offbeat.processes.child" in line]
+
+
+def survivors_of(
+    averaging: Averaging, replicas: int, stages: int, dies: int, at: int, delay_s: float | None
+) -> list[dict[str, Any]]:
+    found = offbeat.launch(
+        jobs.outlive, replicas * stages, averaging, replicas, stages, dies, at, delay_s,
+        timeout_s=90, go_on=True,
+    )  # fmt: skip
+    assert left_behind() == []
+    lost = range(dies // stages * stages, dies // stages * stages + stages)
+    assert all((found[rank] is None) == (rank in lost) for rank in range(len(found)))
+    return [result for result in found if result is not None]
+
+
+def simulated(dies: int, at: int) -> dict[str, Any]:
+    """Three replicas under LocalSGD(every=2) by hand, one of which takes part in ``at`` steps."""
+    models = [jobs.dropout_net() for _ in range(3)]
+    optimizers = [OPTIMIZERS["momentum"](model.parameters()) for model in models]
+    left = [0, 1, 2]
+
+    def average() -> None:
+        with torch.no_grad():
+            for same in zip(*(models[r].parameters() for r in left), strict=True):
+                total: Tensor = same[0].detach().clone()
+                for other in same[1:]:
+                    total += other
+                for parameter in same:
+                    parameter.copy_(total / len(left))
+
+    for number, (x, y) in enumerate(vector_batches(12, rows=12, dtype=torch.float32)):
+        if number == at:
+            left.remove(dies)
+        for r in left:
+            torch.manual_seed(seed_for(3, replica=r, stage=0, micro_batch=number))
+            optimizers[r].zero_grad()
+            nn.functional.cross_entropy(models[r](x.chunk(3)[r]), y.chunk(3)[r]).backward()
+            optimizers[r].step()
+        if number % 2 == 1:
+            average()
+    return copy.deepcopy(models[left[0]].state_dict())
+
+
+@pytest.mark.parametrize(("dies", "at"), [(2, 5), (0, 4)])
+def test_averages_go_on_over_who_is_left(dies: int, at: int) -> None:
+    expected = simulated(dies, at)
+    found = survivors_of(LocalSGD(2), 3, 1, dies, at, None)
+    left = [replica for replica in range(3) if replica != dies]
+    for result in found:
+        assert_same_bits(result["state"], expected)
+        (words,) = result["said"]
+        assert f"stage 0: replica {dies} is gone (" in words
+        assert f"Averages go on over who is left: replica {left[0]}, {left[1]}." in words
+
+
+def test_a_replica_of_two_stages_goes_as_a_whole() -> None:
+    found = survivors_of(DaSGD(2, 1), 2, 2, dies=3, at=5, delay_s=None)
+    assert_same_bits(found[0]["state"], found[1]["state"])
+    assert found[0]["evaluation"] == found[1]["evaluation"]
+    assert all("replica 1 is gone" in result["said"][0] for result in found)
+
+
+@pytest.mark.timeout(300)
+def test_kills_at_any_moment_leave_survivors_that_agree() -> None:
+    draw = random.Random(7)
+    averagings: list[Averaging] = [AllReduce(), DaSGD(2, 1), LocalSGD(1, compress="int8")]
+    for averaging in averagings:
+        dies, at = draw.randrange(3), draw.randrange(1, 11)
+        found = survivors_of(averaging, 3, 1, dies, at, draw.uniform(0, 0.01))
+        assert len(found) == 2
+        assert_same_bits(found[0]["state"], found[1]["state"])
+
+
+def test_without_losses_nothing_changes() -> None:
+    """The edges between pairs give the bits of the collective, and of one process."""
+    found = offbeat.launch(jobs.outlive, 2, DaSGD(3, 1), 2, 1, -1, 0, None, timeout_s=90)
+    network, batches = jobs.dropout_net(), vector_batches(12, rows=12, dtype=torch.float32)
+    trainer = trainer_for(network, replicas=2, averaging=DaSGD(3, 1), seed=3)
+    for x, y in batches:
+        trainer.step(x, y)
+    trainer.flush()
+    for result in found:
+        assert_same_bits(result["state"], trainer.state_dict())
+        assert result["said"] == []
+
+
+def test_when_all_fail_the_first_error_is_raised() -> None:
+    with pytest.raises(ValueError, match="a planned mistake"):
+        offbeat.launch(jobs.raise_on, 1, 0, go_on=True)
+
+
+def test_by_default_a_lost_replica_still_ends_the_run() -> None:
+    with pytest.raises(WorkerLost):
+        offbeat.launch(jobs.lose_a_replica, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"when_replica_dies": "panic"}, r"unknown when_replica_dies 'panic'.*stop, go on"),
+        ({"when_replica_dies": "go on"}, r"with one replica leaves nobody"),
+        (
+            {"when_replica_dies": "go on", "replicas": 2, "averaging": EagerDiLoCo(2)},
+            r"made for a fixed number of replicas",
+        ),
+        (
+            {"when_replica_dies": "go on", "replicas": 2, "averaging": LocalSGD(2, exact=False)},
+            r"Take exact=True",
+        ),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trainer_for(mlp(), **settings)
