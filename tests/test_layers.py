@@ -29,6 +29,8 @@ LAYERS: list[set[str]] = [
         "optimizers",
         "faults",
         "averaging",
+        "tensorfile",
+        "snapshot",
     },
     {
         "cut",
@@ -41,6 +43,7 @@ LAYERS: list[set[str]] = [
         "sharding",
         "trunk",
         "traced",
+        "checkpoints",
     },
     {"zoo", "report", "runs", "experiment", "training", "study", "cli", "__main__"},
 ]

@@ -56,13 +56,19 @@ class Worker:
         self._ledger = ledger
         self._clip = clip
         self._faults = faults or Faults()
+        self._first_batch = self._first_update = 0
 
-    def begin(self, schedule: Schedule, first_batch: int) -> None:
-        """Starts a fill: the schedule's numbers count from here."""
+    def begin(self, schedule: Schedule, first_batch: int, first_update: int | None = None) -> None:
+        """Starts a fill: the schedule's numbers count from here, or from the update given."""
         self._first_batch = first_batch
-        self._first_update = self.stage.version
+        self._first_update = self.stage.version if first_update is None else first_update
         self._local_losses = schedule.local_losses
         self._clips_globally = schedule.synchronous
+
+    @property
+    def began_at(self) -> tuple[int, int]:
+        """The batch and the update from which the present fill counts."""
+        return self._first_batch, self._first_update
 
     @property
     def is_last(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,8 +13,27 @@ from offbeat.errors import WorkerLost
 from offbeat.processes.edges import Edges
 
 _POLL_S = 0.5
+_PAUSE_S = 0.02
 NOTICED_S = 4 * _POLL_S
 """Within which every process has surely seen a note."""
+
+
+class Notes:
+    """Facts for a thread beside the worker's: over a connection of its own, never blocking."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._rank, self._size = rank, size
+
+    def gather(self, name: str, value: Any, gone: Callable[[], bool]) -> list[Any]:
+        """Every process's value, by rank; None for all that were missing when ``gone`` was true."""
+        keys = [f"notes/{name}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps(value))
+        while not self._store.check(keys) and not gone():
+            time.sleep(_PAUSE_S)
+        return [
+            json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys
+        ]
 
 
 class Board:
@@ -33,6 +53,9 @@ class Board:
         count = self._counts[name] = self._counts.get(name, -1) + 1
         self._store.set(f"{name}/{count}/{self._rank}", json.dumps(value))
         return [json.loads(self._store.get(f"{name}/{count}/{r}")) for r in range(self._size)]
+
+    def notes(self) -> Notes:
+        return Notes(self._store, self._rank, self._size)
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.

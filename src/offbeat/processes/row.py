@@ -29,7 +29,7 @@ from offbeat.memory import StageMemory
 from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.processes import shared
-from offbeat.processes.board import NOTICED_S, Board
+from offbeat.processes.board import NOTICED_S, Board, Notes
 from offbeat.processes.edges import Edges
 from offbeat.sharding import is_sharded, shards_of
 from offbeat.transport import Key
@@ -250,6 +250,23 @@ class Processes:
                 dist.broadcast(buffer, rank, self._everyone)
             everyone.append(buffer.numpy().tobytes())
         return everyone
+
+    # ---------------------------------------------------------------- saving
+
+    def await_messages(self, step: int) -> None:
+        """Returns when all that the row's other stages sent before this call has arrived.
+
+        A marker follows what was sent before it along every edge, also where it is passed on.
+        """
+        others = [stage for stage in range(self.stages) if stage != self.stage]
+        for other in others:
+            self.transport.send(Key("marker", other, step, self.stage), None)
+        for other in others:
+            self.transport.receive(Key("marker", self.stage, step, other))
+
+    def notes(self) -> Notes:
+        """For a thread that has to agree with its like in the other processes."""
+        return self._board.notes()
 
     # ---------------------------------------------------------------- ending
 

@@ -14,6 +14,7 @@ What = Literal[
     "evaluation",
     "result",
     "batch",
+    "marker",
     # between replicas:
     "gradients",
     "weights",
@@ -61,6 +62,9 @@ class Transport(Protocol):
 
         The parts must not be written to afterwards. ``summed``: one sum is enough, in any order.
         """
+
+    def waiting(self, stage: int) -> dict[Key, Any]:
+        """The messages for a stage that have arrived and that nobody has taken yet."""
 
     def clear(self) -> None:
         """Forgets messages that nobody will take."""
