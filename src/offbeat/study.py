@@ -91,7 +91,7 @@ def run_study(
 def _check_same(found: Run, wanted: Experiment) -> None:
     for key, value in wanted.as_dict().items():
         stored = found.config.get(key)
-        if key in ("data_folder", "device", "engine", "stages"):
+        if key in ("data_folder", "device", "engine", "stages", "save_every", "keep"):
             continue
         if _plain(stored) != _plain(value):
             raise ConfigurationError(

@@ -23,7 +23,9 @@ class Lines:
         self._began = time.perf_counter()
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
-        self._say(f"{_what(trainer)}: {progress.epochs} epochs of {progress.steps_per_epoch} steps")
+        after = f", going on after step {progress.step}" if progress.step else ""
+        steps = f"{progress.epochs} epochs of {progress.steps_per_epoch} steps"
+        self._say(f"{_what(trainer)}: {steps}{after}")
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
         pass
