@@ -323,12 +323,9 @@ def _refuse_hidden_state(stage: Stage, memory: _Memory) -> None:
         )
     ours, theirs = _attributes(flight), _attributes(again)
     for (name, values), (_, others) in zip(ours, theirs, strict=True):
-        different = [key for key in values if values[key] != others.get(key)]
-        odd = [key for key, value in values.items() if not _is_constant(value)]
-        if odd or different:
-            raise _hidden(
-                stage, f"{name} keeps {', '.join(odd or different)} as an attribute of its own"
-            )
+        odd = [k for k, v in values.items() if not _is_constant(v) or v != others.get(k)]
+        if odd:
+            raise _hidden(stage, f"{name} keeps {', '.join(odd)} as an attribute of its own")
 
 
 def _hidden(stage: Stage, what: str) -> CheckpointError:

@@ -66,6 +66,8 @@ def read(path: Path) -> Any:
     with path.open("rb") as file:
         try:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > path.stat().st_size:
+                raise ValueError("the header would be longer than the file")
             header = json.loads(file.read(length))
             words = json.loads(header.pop("__metadata__")["value"])
             stretches = [_read_stretch(file, entry) for entry in header.values()]

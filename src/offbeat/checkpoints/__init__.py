@@ -258,7 +258,8 @@ class Checkpoints:
         if manifest.get("kind") == "drained":
             stages = range(int(manifest.get("stages", 0)))
             return [MODEL, *(_name(0, stage) for stage in stages), *shared]
-        if manifest.get("processes") != self._trainer.mesh_size:
+        facts = self._facts()
+        if any(manifest.get(name) != facts[name] for name in ("processes", "stages", "replicas")):
             return shared  # refused later, in words of its own
         return [*self._own_files(), *shared]
 

@@ -76,8 +76,13 @@ def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
         if source is not None and stage.schedulers and source["scheduler"] is not None:
             stage.schedulers[number].load_state_dict(copied(source["scheduler"]))
     stage.version = max(state["version"] for state in states)
-    if len(stage.modules) > 1 and stage.index < len(states) and states[stage.index]["head"]:
-        stage.modules[1].load_state_dict(states[stage.index]["head"])
+    for head in stage.modules[1:]:
+        stored_head = states[stage.index]["head"] if stage.index < len(states) else {}
+        # Of another cut, a head is made for other activations and starts anew.
+        if {n: v.shape for n, v in head.state_dict().items()} == {
+            n: v.shape for n, v in stored_head.items()
+        }:
+            head.load_state_dict(stored_head)
 
 
 _HEAD = "head of stage "
