@@ -23,9 +23,9 @@ class Lines:
         self._began = time.perf_counter()
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
-        after = f", going on after step {progress.step}" if progress.step else ""
-        steps = f"{progress.epochs} epochs of {progress.steps_per_epoch} steps"
-        self._say(f"{_what(trainer)}: {steps}{after}")
+        self._say(f"{_what(trainer)}: {progress.epochs} epochs of {progress.steps_per_epoch} steps")
+        if progress.step:
+            self._say(f"going on after step {progress.step}")
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
         pass

@@ -18,7 +18,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from offbeat.averaging import Averaging
 from offbeat.checks import checksum_of
@@ -49,7 +51,7 @@ class Processes:
 
     def __init__(self, stages: int, replicas: int, device: torch.device, timeout_s: float) -> None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            _join(timedelta(seconds=timeout_s))
         _leave_at_exit()
         self._device = device
         self.rank = dist.get_rank()
@@ -320,6 +322,20 @@ def _check_size(size: int, stages: int, replicas: int) -> None:
         f" {replicas * stages} processes, and the launcher started {size}. Start"
         f" {replicas * stages} (torchrun --nproc-per-node {replicas * stages} on one machine)."
     )
+
+
+def _join(timeout: timedelta) -> None:
+    """Joins the others; after a restart by torchrun without what the last attempt left behind.
+
+    Its store outlives an attempt, and gloo would connect to addresses of processes that are gone.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt == 0:
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    fresh = PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
