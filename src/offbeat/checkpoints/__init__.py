@@ -103,7 +103,10 @@ class Checkpoints:
             else:
                 transport = processes.transport
                 self._writer = Writer(
-                    processes.notes(), processes.rank, lambda: transport.failed, timeout_s=600.0
+                    processes.notes(),
+                    processes.rank,
+                    lambda: transport.failed,
+                    processes.timeout_s,
                 )
         return self._writer
 
@@ -153,7 +156,8 @@ class Checkpoints:
         trainer = self._trainer
         processes = trainer._processes
         if processes is not None:
-            processes.await_messages(trainer._step)
+            with trainer._stopping_on_error():
+                processes.await_messages(trainer._step)
         files: dict[str, Any] = {}
         refusal: CheckpointError | None = None
         try:
@@ -161,10 +165,9 @@ class Checkpoints:
                 files[_name(worker.stage.replica, worker.stage.index)] = _worker_state(worker)
         except CheckpointError as error:
             refusal = error
-        if processes is not None:
-            # Nobody goes on before all have looked at their messages; and all refuse, or none.
-            words = processes.exchange("saving", None if refusal is None else str(refusal))
-            refusal = refusal or next((CheckpointError(text) for text in words if text), None)
+        # Nobody goes on before all have looked at their messages; and all refuse, or none.
+        words = self._meet("saving", None if refusal is None else str(refusal))
+        refusal = refusal or next((CheckpointError(text) for text in words if text), None)
         if refusal is not None:
             raise refusal
         next(iter(files.values()))["process"] = self._process_state()
@@ -230,7 +233,7 @@ class Checkpoints:
         """The newest checkpoint that every process can use, and why newer ones were passed over."""
         found = candidates(folder)
         steps = [each.step for each in found]
-        for rank, others in enumerate(self._exchange("checkpoints", steps)):
+        for rank, others in enumerate(self._meet("checkpoints", steps)):
             if others != steps:
                 raise ConfigurationError(
                     f"rank {self._trainer.rank} finds the checkpoints of steps {steps} in {folder},"
@@ -238,7 +241,7 @@ class Checkpoints:
                 )
         skipped: list[str] = []
         for each in found:
-            problems = self._exchange("problem", each.problem(self._needed(each)))
+            problems = self._meet("problem", each.problem(self._needed(each)))
             problem = next((text for text in problems if text is not None), None)
             if problem is None:
                 return each, skipped
@@ -268,9 +271,12 @@ class Checkpoints:
         stages = range(trainer.stages) if trainer._processes is None else [trainer._processes.stage]
         return [_name(replica, stage) for replica in trainer._here for stage in stages]
 
-    def _exchange(self, name: str, value: Any) -> list[Any]:
+    def _meet(self, name: str, value: Any) -> list[Any]:
         processes = self._trainer._processes
-        return [value] if processes is None else processes.exchange(name, value)
+        if processes is None:
+            return [value]
+        with self._trainer._stopping_on_error():
+            return processes.meet(name, value)
 
     def _compare(self, found: Found) -> None:
         """Refuses a checkpoint of another model or, where bits count, of other settings."""

@@ -13,23 +13,30 @@ from offbeat.errors import WorkerLost
 from offbeat.processes.edges import Edges
 
 _POLL_S = 0.5
-_PAUSE_S = 0.02
+_PAUSE_S = 0.002
+_GONE = "notes/gone"
 NOTICED_S = 4 * _POLL_S
 """Within which every process has surely seen a note."""
 
 
 class Notes:
-    """Facts for a thread beside the worker's: over a connection of its own, never blocking."""
+    """Facts gathered without blocking, over a connection of its own: whoever is missing is named.
+
+    For threads beside the worker's, and for moments at which another process may well be dying.
+    """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._size = rank, size
 
     def gather(self, name: str, value: Any, gone: Callable[[], bool]) -> list[Any]:
-        """Every process's value, by rank; None for all that were missing when ``gone`` was true."""
+        """Every process's value, by rank; None for those still missing when somebody failed.
+
+        ``gone`` says whether this process has noticed that somebody is.
+        """
         keys = [f"notes/{name}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps(value))
-        while not self._store.check(keys) and not gone():
+        while not self._store.check(keys) and not self._store.check([_GONE]) and not gone():
             time.sleep(_PAUSE_S)
         return [
             json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys
@@ -53,6 +60,10 @@ class Board:
         count = self._counts[name] = self._counts.get(name, -1) + 1
         self._store.set(f"{name}/{count}/{self._rank}", json.dumps(value))
         return [json.loads(self._store.get(f"{name}/{count}/{r}")) for r in range(self._size)]
+
+    def say_gone(self) -> None:
+        """Ends every gathering of notes: this process will not come to another."""
+        self._store.set(_GONE, "yes")
 
     def notes(self) -> Notes:
         return Notes(self._store, self._rank, self._size)

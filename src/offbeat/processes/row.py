@@ -86,6 +86,9 @@ class Processes:
             stalled=self._board.everyone_waits_for,
         )
         self._board.watch(self.transport)
+        self._notes = self._board.notes()
+        self._meetings = 0
+        self.timeout_s = timeout_s
         _OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
@@ -266,6 +269,24 @@ class Processes:
         for other in others:
             self.transport.receive(Key("marker", self.stage, step, other))
 
+    def meet(self, name: str, value: Any) -> list[Any]:
+        """Every process's value, by rank, as in :meth:`exchange`; a failure ends the wait."""
+        deadline = time.monotonic() + self.timeout_s
+        self._meetings += 1
+        found = self._notes.gather(
+            f"{name}/{self._meetings}",
+            [value],
+            lambda: self.transport.failed or time.monotonic() > deadline,
+        )
+        missing = [rank for rank, note in enumerate(found) if note is None]
+        if missing:
+            raise WorkerLost(
+                f"rank {missing[0]} did not come to a checkpoint: that process has died, or it"
+                f" takes longer than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own"
+                " output says why."
+            )
+        return [value for (value,) in found]
+
     def notes(self) -> Notes:
         """For a thread that has to agree with its like in the other processes."""
         return self._board.notes()
@@ -286,6 +307,7 @@ class Processes:
         """Tells the others why this process ends, unless one of them told us."""
         if not isinstance(error, WorkerLost):
             self._board.report("".join(traceback.format_exception(error)))
+        self._board.say_gone()
         self.transport.fail(WorkerLost("this process failed earlier."))
 
 
