@@ -82,7 +82,7 @@ def main() -> None:
         for _ in range(16)
     ]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+    with tempfile.TemporaryDirectory() as name:
         trainers = {rule: filled(rule, cycle(data), Path(name) / rule) for rule in RULES}
         for number in range(given.rounds):
             for rule, (trainer, batches, folder) in trainers.items():
