@@ -44,6 +44,8 @@ LAYERS: list[set[str]] = [
         "graphs",
         "compiled",
         "corrections",
+        "tensorfile",
+        "snapshot",
     },
     {
         "cut",
@@ -59,6 +61,7 @@ LAYERS: list[set[str]] = [
         "traced",
         "streams",
         "profiling",
+        "checkpoints",
     },
     {"zoo", "report", "runs", "experiment", "training", "study", "cli", "__main__"},
 ]

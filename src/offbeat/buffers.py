@@ -16,31 +16,33 @@ class WrittenBuffers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [sub for module in modules for sub in module.modules()]
-        self._written: list[tuple[nn.Module, str]] | None = None
+        self.written: list[tuple[int, str]] | None = None
+        """The buffers that a forward writes, as (module, name); None before the first."""
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        places = self._written
+        places = self.written
         if places is None:
-            places = [(module, name) for module in self._modules for name in module._buffers]
-        before = [(module, name, module._buffers[name]) for module, name in places]
+            places = [(i, name) for i, m in enumerate(self._modules) for name in m._buffers]
+        before = [(i, name, self._modules[i]._buffers[name]) for i, name in places]
         copies = [None if buffer is None else buffer.clone() for _, _, buffer in before]
         try:
             yield
         finally:
             written = []
-            for (module, name, buffer), copy in zip(before, copies, strict=True):
+            for (number, name, buffer), copy in zip(before, copies, strict=True):
+                module = self._modules[number]
                 # Values, not version counters: BatchNorm writes its statistics without counting.
                 same = module._buffers[name] is buffer
                 if (
-                    self._written is None
+                    self.written is None
                     and same
                     and (buffer is None or copy is None or torch.equal(buffer, copy))
                 ):
                     continue
-                written.append((module, name))
+                written.append((number, name))
                 module._buffers[name] = buffer
                 if buffer is not None and copy is not None:
                     buffer.data.copy_(copy)
-        if self._written is None:
-            self._written = written
+        if self.written is None:
+            self.written = written

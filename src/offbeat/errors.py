@@ -9,6 +9,7 @@
     ├── GuardError           a guard ended the run: not finite, too stale  (also a RuntimeError)
     ├── StoppedError         an earlier error ended this run  (also a RuntimeError)
     ├── WorkerLost           another process failed or went silent  (also a RuntimeError)
+    ├── CheckpointError      a checkpoint cannot be written, read or resumed  (also a RuntimeError)
     └── MissingExtra         an optional package is not installed  (also an ImportError)
 
 Every message names the value, the rule and the next step.
@@ -52,6 +53,10 @@ class StoppedError(OffbeatError, RuntimeError):
 
 class WorkerLost(OffbeatError, RuntimeError):
     """Another process of this run failed, died or sent nothing for too long."""
+
+
+class CheckpointError(OffbeatError, RuntimeError):
+    """A checkpoint cannot be written, read or resumed from. The run itself is intact."""
 
 
 class MissingExtra(OffbeatError, ImportError):

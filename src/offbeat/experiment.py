@@ -136,6 +136,8 @@ class Experiment:
     engine: str | None = _help("serial or processes; by default as started.", None)
     autocast: bool = _help("Forward passes in bfloat16 where PyTorch allows.", False)
     evaluate_every: int = _help("Epochs between evaluations.", 1)
+    save_every: int | None = _help("Steps between checkpoints, for --resume.", None)
+    keep: int = _help("How many checkpoints stay on disk.", 3)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":
@@ -161,8 +163,8 @@ class Experiment:
             raise ConfigurationError(f"{path} is not TOML: {error}.") from None
 
     def _check(self) -> None:
-        for name in ("epochs", "batch_size", "replicas", "evaluate_every"):
-            if getattr(self, name) < 1:
+        for name in ("epochs", "batch_size", "replicas", "evaluate_every", "keep", "save_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: give at least 1.")
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigurationError(f"max_steps={self.max_steps}: give at least 1.")

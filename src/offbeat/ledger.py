@@ -131,6 +131,16 @@ class Ledger:
             place += size
         return ledger
 
+    def go_on_from(self, data: bytes, shift_s: float) -> None:
+        """Becomes the ledger that :meth:`to_bytes` gave, its clock shifted, to be written on."""
+        found = Ledger.from_bytes(data)
+        for column, values in zip(self._columns, found._columns, strict=True):
+            del column[:]
+            column.extend(values)
+        for column in (self._starts, self._ends):
+            for index, moment in enumerate(column):
+                column[index] = moment + shift_s
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one JSON object per line: what ``offbeat timeline --measured`` reads."""
         with Path(path).open("w") as file:

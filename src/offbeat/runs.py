@@ -8,6 +8,7 @@ A folder holds
     summary.json    the end: scores, lags, memory, waits; also after Ctrl-C
     model.pt        the final weights, names of the unsplit model
     readings.jsonl  what monitors read, where the run had any
+    checkpoints/    where ``--resume`` goes on, if any were saved
 
 ``metrics.jsonl`` has lines of three kinds, each with ``kind``, ``step``, ``epoch`` and ``time_s``
 (seconds since the start): ``step`` (``loss``, ``rows_per_s``, ``lr``), ``evaluation`` (``loss``,
@@ -25,7 +26,8 @@ from offbeat.ledger import Ledger
 from offbeat.readings import Readings
 
 CONFIG, METRICS, LEDGER = "config.json", "metrics.jsonl", "ledger.jsonl"
-SUMMARY, MODEL, READINGS = "summary.json", "model.pt", "readings.jsonl"
+SUMMARY, MODEL = "summary.json", "model.pt"
+READINGS, CHECKPOINTS = "readings.jsonl", "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,24 @@ class Run:
 class RunWriter:
     """Writes a run as it happens; every line is on disk before the next is made."""
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        """Makes the folder, which must not hold a run yet."""
+    def __init__(self, folder: Path, config: dict[str, Any], keep_lines: int | None = None) -> None:
+        """Makes the folder, which must not hold a run yet.
+
+        ``keep_lines``: goes on with the run that is there, after so many lines of metrics.
+        """
         self.folder = folder
-        if (folder / CONFIG).exists():
+        if keep_lines is None and (folder / CONFIG).exists():
             raise ConfigurationError(
                 f"{folder} already holds a run, and nothing is overwritten: give another folder"
-                " (--out), or move this one away."
+                " (--out), go on with this one (--resume), or move it away."
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write_json(folder / CONFIG, config)
-            self._metrics: TextIO = (folder / METRICS).open("w", buffering=1)
+            if not (folder / CONFIG).exists():
+                _write_json(folder / CONFIG, config)
+            (folder / SUMMARY).unlink(missing_ok=True)  # of an end that was not the last
+            self._metrics: TextIO = (folder / METRICS).open("a+", buffering=1)
+            self.lines = _cut_after(self._metrics, keep_lines or 0)
         except OSError as error:
             raise ConfigurationError(
                 f"{folder} cannot be written to: {error.strerror}. Give another folder (--out)."
@@ -91,6 +99,7 @@ class RunWriter:
 
     def add(self, kind: str, **values: Any) -> None:
         self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+        self.lines += 1
 
     def finish(self, summary: dict[str, Any], ledger: Ledger) -> None:
         ledger.save(self.folder / LEDGER)
@@ -99,6 +108,14 @@ class RunWriter:
 
     def close(self) -> None:
         self._metrics.close()
+
+
+def _cut_after(file: TextIO, lines: int) -> int:
+    """Cuts a file after so many lines; returns how many there were."""
+    file.seek(0)
+    found = sum(1 for _ in zip(range(lines), iter(file.readline, ""), strict=False))
+    file.truncate(file.tell())
+    return found
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class Flight:
     """Whether its forward used weights with a storage of their own, which no update writes."""
     graph: Graph = field(default_factory=Graph)
     stashed: Stashed | None = None
+    leaves: Nest = None
+    """The graph's input, as leaves of it: ``inputs`` in their nest."""
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
@@ -89,6 +92,8 @@ class Stage:
         self._old: dict[int, list[Tensor]] = {}
         self._inputs_changed: bool | None = None
         self._buffers = WrittenBuffers(self.modules)
+        self._rebuildable = False
+        """Whether its graphs are known to hold nothing that a snapshot would miss."""
         self.follow("stash", in_flight=0)
 
     def follow(
@@ -248,7 +253,7 @@ class Stage:
 
     def _build_graph(self, batch: int, flight: Flight, given: Nest) -> tuple[Nest, Tensor | None]:
         leaves = nest.replace(given, lambda t: t.detach().requires_grad_(t.requires_grad))
-        flight.inputs = nest.tensors(leaves)
+        flight.leaves, flight.inputs = leaves, nest.tensors(leaves)
         watched: AbstractContextManager[None] = nullcontext()
         if self._rule in ("stash", "current"):
             watched = self._saved.kept_in(flight.graph, flight.inputs, flight.stashed)
@@ -361,6 +366,18 @@ class Stage:
         self.corrector.forget()
         for parameter in self.parameters:
             parameter.grad = None
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that later steps depend on, in plain values and tensors that no step overwrites."""
+        from offbeat import snapshot
+
+        return snapshot.take(self)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Puts back what :meth:`snapshot` took; the method must be set already (:meth:`follow`)."""
+        from offbeat import snapshot
+
+        snapshot.put_back(self, state)
 
     @property
     def in_flight(self) -> int:

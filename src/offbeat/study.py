@@ -92,7 +92,7 @@ def _check_same(found: Run, wanted: Experiment) -> None:
     usual = Experiment().as_dict()
     for key, value in wanted.as_dict().items():
         stored = found.config.get(key, usual[key])  # a run may be older than a setting
-        if key in ("data_folder", "device", "engine", "stages"):
+        if key in ("data_folder", "device", "engine", "stages", "save_every", "keep"):
             continue
         if _plain(stored) != _plain(value):
             raise ConfigurationError(

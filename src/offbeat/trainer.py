@@ -1,9 +1,11 @@
 """The trainer: the one object a user drives."""
 
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from offbeat import checks, nest
 from offbeat.assembly import Recipe
 from offbeat.averaging import Averaging
 from offbeat.averaging.engine import Averager
+from offbeat.checkpoints import Checkpoints, Resumed
 from offbeat.corrections import Correction, Monitor
 from offbeat.corrections.corrector import Corrector, Fill
 from offbeat.cut import Balancing, Cuts, Model, counted_cuts, plan_cut
@@ -168,6 +171,10 @@ class Trainer:
         self._readings = Readings()
         self._stopped: str | None = None
         self._ledger = Ledger()
+        self._first: Nest = None
+        """The batch that decided how the stages were made, where one was needed."""
+        self._when_built: Callable[[], None] | None = None
+        self._checkpoints = Checkpoints(self, method)
         self._processes: Processes | None = None
         self._here = range(replicas)
         """The replicas of this process."""
@@ -423,27 +430,31 @@ class Trainer:
             self._steps_in_phase = 0
 
     def _begin_fill(self) -> None:
-        schedule, method = self._schedule, self.method
         with self._joined():
             for worker in self._workers:
-                index = worker.stage.index
-                fill = Fill(
-                    lag=schedule.lags[index],
-                    rule=method.rule,
-                    reads_old_versions=schedule.kept_versions(index) > 0,
-                    micro_batches=schedule.micro_batches,
-                    first_batch=self._next_batch,
-                    first_update=worker.stage.version,
-                )
-                worker.stage.corrector.begin(fill, worker.stage.optimizers)
-                worker.stage.follow(
-                    method.rule,
-                    in_flight=schedule.in_flight(index),
-                    kept_versions=schedule.kept_versions(index),
-                    shrink=method.shrink * worker.stage.corrector.shrinkage,
-                    local_loss=schedule.local_losses,
-                )
-                worker.begin(schedule, self._next_batch)
+                self._follow(worker, self._next_batch)
+
+    def _follow(self, worker: Worker, first_batch: int, first_update: int | None = None) -> None:
+        """Lets a worker and its stage run by the present method."""
+        schedule, method = self._schedule, self.method
+        stage = worker.stage
+        fill = Fill(
+            lag=schedule.lags[stage.index],
+            rule=method.rule,
+            reads_old_versions=schedule.kept_versions(stage.index) > 0,
+            micro_batches=schedule.micro_batches,
+            first_batch=first_batch,
+            first_update=stage.version if first_update is None else first_update,
+        )
+        stage.corrector.begin(fill, stage.optimizers)
+        stage.follow(
+            method.rule,
+            in_flight=schedule.in_flight(stage.index),
+            kept_versions=schedule.kept_versions(stage.index),
+            shrink=method.shrink * stage.corrector.shrinkage,
+            local_loss=schedule.local_losses,
+        )
+        worker.begin(schedule, first_batch, first_update)
 
     def _feed(self, shards: Sequence[tuple[Nest, Nest]]) -> None:
         """Hands every replica its part, in micro-batches, at the stages here that need it."""
@@ -598,6 +609,10 @@ class Trainer:
         with self._joined():
             for model in self._models:
                 model.load_state_dict(state)
+        self._discard()
+
+    def _discard(self) -> None:
+        """Forgets whatever is in flight: weights come from elsewhere."""
         for worker in self._workers:
             worker.stage.discard()
             worker.pending.clear()
@@ -609,6 +624,63 @@ class Trainer:
         self._step_in_fill = 0
         self._stopped = None
 
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        drain: bool = False,
+        keep: int = 3,
+        wait: bool = False,
+        data: Any = None,
+    ) -> Path:
+        """Writes a checkpoint of this moment, between two steps, and lets training go on meanwhile.
+
+        It holds all that is in flight, so that :meth:`resume` goes on with the same bits. With
+        ``drain`` the pipe is drained first, and any cut, method or number of replicas can go on.
+        ``keep`` older and newer ones stay in the folder, this one included; ``wait`` returns when
+        it is on disk. ``data``: a loader with a ``state_dict``, or plain values. If it cannot be
+        written, the next ``save`` or :meth:`finish_saving` says so. Returns its path.
+        """
+        self._refuse_if_stopped()
+        return self._checkpoints.save(Path(folder), drain=drain, keep=keep, wait=wait, data=data)
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is on disk; raises if it could not be written."""
+        self._checkpoints.wait()
+
+    def resume(self, folder: str | os.PathLike[str], *, data: Any = None) -> Resumed:
+        """Goes on from the newest complete checkpoint in a folder, if there is one.
+
+        The trainer must have been built as the one that was saved. A damaged checkpoint is passed
+        over with a warning. ``data``: a loader, set to the position that was saved with it. What is
+        returned has the number of steps taken, 0 if the folder is empty, so that a script may
+        always begin with it.
+        """
+        return self._checkpoints.resume(Path(folder), data)
+
+    def _place(self) -> dict[str, Any]:
+        """Where the run stands, beside what its stages hold."""
+        return {
+            "step": self._step,
+            "next_batch": self._next_batch,
+            "step_in_fill": self._step_in_fill,
+            "phase": len(self._schedules) - len(self._phases),
+            "steps_in_phase": self._steps_in_phase,
+            "awaited": [(numbers.start, numbers.stop) for numbers in self._awaited],
+            "owed": list(self._owed),
+        }
+
+    def _go_to(self, place: dict[str, Any]) -> None:
+        self._step, self._next_batch = place["step"], place["next_batch"]
+        self._step_in_fill = place["step_in_fill"]
+        while len(self._schedules) - len(self._phases) < place["phase"]:
+            self._phases.popleft()
+        self._steps_in_phase = place["steps_in_phase"]
+        self._awaited = deque(range(start, stop) for start, stop in place["awaited"])
+        self._owed = place["owed"]
+
     # ---------------------------------------------------------------- setting up
 
     @property
@@ -617,6 +689,7 @@ class Trainer:
 
     def _build(self, batch: Nest) -> None:
         """Makes the workers of this process; some need the first batch to know how."""
+        self._first = batch
         self._cut = self._cut.weighed(batch, self._balancing)
         # Replica 0 is the user's own model; the others of this process are copies of it.
         cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
@@ -629,6 +702,8 @@ class Trainer:
             for stage in self._recipe.stages(modules, heads, here, replica):
                 guard = Guard(self._guards, stage, names, self._updates)
                 self._workers.append(self._worker(stage, transport, guard))
+        if self._when_built is not None:
+            self._when_built()
 
     @property
     def _balancing(self) -> Balancing:

@@ -22,13 +22,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from offbeat import __version__
 from offbeat.averaging import Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
-from offbeat.errors import ConfigurationError
+from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.guards import Guards, Updates
 from offbeat.methods import Method, Phases, Synchronous, method_named
 from offbeat.planning import Auto, settings_of
-from offbeat.runs import MODEL, READINGS, RunWriter
+from offbeat.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, data_named, network_for
 
@@ -63,9 +63,16 @@ class Watcher(Protocol):
 
 
 def run_experiment(
-    experiment: Experiment, folder: Path, watchers: Callable[[], list[Watcher]] = list
+    experiment: Experiment,
+    folder: Path,
+    watchers: Callable[[], list[Watcher]] = list,
+    *,
+    resume: bool = False,
 ) -> dict[str, Any]:
-    """Trains, stores everything in ``folder`` and returns the summary."""
+    """Trains, stores everything in ``folder`` and returns the summary.
+
+    ``resume``: goes on from the newest checkpoint in the folder, if there is one.
+    """
     device = device_of(experiment.device)
     data = data_named(
         experiment.data.name, folder=experiment.data_folder, **experiment.data.settings
@@ -80,17 +87,25 @@ def run_experiment(
     trainer = build(experiment, data, len(loader))
     progress = Progress(experiment.epochs, len(loader))
     looking = watchers() if trainer.rank == 0 else []
+    found = trainer.resume(folder / CHECKPOINTS).data if resume else None
     writer = None
     if trainer.rank == 0:
-        writer = RunWriter(folder, _described(experiment, trainer))
+        lines = (0 if found is None else found["lines"]) if resume else None
+        writer = RunWriter(folder, _described(experiment, trainer), lines)
     recorder = Recorder(writer)
+    saver = Saver(experiment, folder / CHECKPOINTS, progress, recorder)
+    if found is not None:
+        saver.go_on_from(found)
     status = "failed"
     try:
         for watcher in looking:
             watcher.begin(trainer, progress)
         with _counting_interrupts() as interrupted:
             everyone = [recorder, *looking]
-            status = _train(experiment, data, loader, trainer, progress, everyone, interrupted)
+            status = _train(
+                experiment, data, loader, trainer, progress, everyone, saver, interrupted
+            )
+        saver.finish(trainer)
     finally:
         for watcher in looking:
             watcher.end(status)
@@ -107,13 +122,18 @@ def _train(
     trainer: Trainer,
     progress: Progress,
     watchers: list[Any],
+    saver: "Saver",
     interrupted: Callable[[], bool],
 ) -> str:
-    for epoch in range(experiment.epochs):
-        progress.epoch = epoch
-        loader.seek(epoch)
+    while progress.epoch < experiment.epochs:
+        position = progress.step - progress.epoch * progress.steps_per_epoch
+        # A run that was saved at the end of an epoch goes on with the evaluation.
+        batches: Any = ()
+        if position < progress.steps_per_epoch:
+            loader.seek(progress.epoch, position)
+            batches = trainer.batches(loader)
         began, rows = time.perf_counter(), 0
-        for x, y in trainer.batches(loader):
+        for x, y in batches:
             loss = trainer.step(x, y)
             progress.step += 1
             rows += experiment.batch_size
@@ -124,11 +144,14 @@ def _train(
                 watcher.step(trainer, progress)
             done = progress.step == experiment.max_steps
             steps_per_s = progress.rows_per_s / experiment.batch_size
-            if done or trainer.stop_together(interrupted(), steps_per_s):
+            stopped = not done and trainer.stop_together(interrupted(), steps_per_s)
+            if stopped or saver.is_due:
+                saver.save(trainer)
+            if done or stopped:
                 trainer.flush()
                 _evaluate(experiment, data, trainer, progress, watchers)
                 return "finished" if done else "interrupted"
-        progress.epoch = epoch + 1
+        progress.epoch += 1
         last = progress.epoch == experiment.epochs
         due = last or progress.epoch % experiment.evaluate_every == 0
         if due and experiment.monitor and any(trainer.lags):
@@ -297,7 +320,7 @@ _PATIENCE = 3
 
 @contextmanager
 def _counting_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks a run to stop after a step; asked often enough it ends where it is."""
+    """Ctrl-C or SIGTERM asks a run to stop after a step; asked often enough it ends where it is."""
     count = 0
 
     def ask(*_: object) -> None:
@@ -309,14 +332,59 @@ def _counting_interrupts() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
 
     try:
-        before = signal.signal(signal.SIGINT, ask)
+        before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not the main thread: somebody else handles signals
         yield lambda: False
         return
     try:
         yield lambda: count > 0
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class Saver:
+    """Saves checkpoints of a run, with what this module itself has to remember."""
+
+    def __init__(
+        self, experiment: Experiment, folder: Path, progress: Progress, recorder: "Recorder"
+    ) -> None:
+        self._every, self._keep = experiment.save_every, experiment.keep
+        self._folder, self._progress, self._recorder = folder, progress, recorder
+
+    @property
+    def is_due(self) -> bool:
+        return self._every is not None and self._progress.step % self._every == 0
+
+    def save(self, trainer: Trainer) -> None:
+        """A checkpoint that cannot be written is told, and training goes on."""
+        progress = self._progress
+        place = {
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "loss": progress.loss,
+            **self._recorder.state(),
+        }
+        with _told(trainer):
+            trainer.save(self._folder, keep=self._keep, data=place)
+
+    def go_on_from(self, place: dict[str, Any]) -> None:
+        self._progress.epoch, self._progress.step = place["epoch"], place["step"]
+        self._progress.loss = place["loss"]
+        self._recorder.go_on_from(place)
+
+    def finish(self, trainer: Trainer) -> None:
+        with _told(trainer):
+            trainer.finish_saving()
+
+
+@contextmanager
+def _told(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        if trainer.rank == 0:
+            print(f"not saved: {error}", file=sys.stderr)
 
 
 class Recorder:
@@ -328,6 +396,15 @@ class Recorder:
         self._losses: list[float] = []
         self._every = 10
         self.time_s = 0.0
+
+    def state(self) -> dict[str, Any]:
+        passed = time.perf_counter() - self._began
+        lines = 0 if self._writer is None else self._writer.lines
+        return {"losses": list(self._losses), "time_s": passed, "lines": lines}
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        self._losses = state["losses"]
+        self._began = time.perf_counter() - state["time_s"]
 
     def place(self, progress: Progress) -> dict[str, Any]:
         self.time_s = time.perf_counter() - self._began

@@ -84,14 +84,20 @@ class Worker:
         self._faults = faults
         self._listeners = range(stages) if listeners is None else listeners
         self._clock = clock
+        self._first_batch = self._first_update = 0
 
-    def begin(self, schedule: Schedule, first_batch: int) -> None:
-        """Starts a fill: the schedule's numbers count from here."""
+    def begin(self, schedule: Schedule, first_batch: int, first_update: int | None = None) -> None:
+        """Starts a fill: the schedule's numbers count from here, or from the update given."""
         self._first_batch = first_batch
-        self._first_update = self.stage.version
+        self._first_update = self.stage.version if first_update is None else first_update
         self._local_losses = schedule.local_losses
         self._clips_globally = schedule.synchronous
         self.guard.begin()
+
+    @property
+    def began_at(self) -> tuple[int, int]:
+        """The batch and the update from which the present fill counts."""
+        return self._first_batch, self._first_update
 
     @property
     def is_last(self) -> bool:

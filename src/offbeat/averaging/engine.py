@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +68,15 @@ class Averager:
         if self._plan is None or version < self._local_from:
             return [Task(kind, "gradients", version) for kind in ("S", "M")]
         if not self._fragments:
-            self._fragments = [
-                _Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
-                for parameters in self._layers
-            ]
+            self._begin_rounds()
         return []
+
+    def _begin_rounds(self) -> None:
+        assert self._plan is not None
+        self._fragments = [
+            _Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
+            for parameters in self._layers
+        ]
 
     def after_update(self) -> list[Task]:
         """What follows an update, in order."""
@@ -158,6 +162,22 @@ class Averager:
             fragment.settle()
         if self._plan is not None:
             self._local_from = max(self._averaging.warmup, self._stage.version)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where its rounds stand; rows of numbers are never written again, so they are shared."""
+        return {
+            "local_from": self._local_from,
+            "gradient_codec": _attributes(self._gradient_codec),
+            "fragments": [fragment.snapshot() for fragment in self._fragments],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._local_from = state["local_from"]
+        _set_attributes(self._gradient_codec, state["gradient_codec"])
+        if state["fragments"]:
+            self._begin_rounds()
+        for fragment, found in zip(self._fragments, state["fragments"], strict=True):
+            fragment.restore(found)
 
     def forget(self) -> None:
         """Weights were loaded from elsewhere: nothing of the past counts."""
@@ -268,6 +288,22 @@ class _Fragment:
             and value.dim() > 0
         ]
 
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "outer": _attributes(self.outer),
+            "codec": _attributes(self._codec),
+            "started": self.started,
+            "sent": self._sent,
+            "known": self._known,
+            "measured_from": dict(self._measured_from),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        _set_attributes(self.outer, state["outer"])
+        _set_attributes(self._codec, state["codec"])
+        self.started, self._sent = state["started"], state["sent"]
+        self._known, self._measured_from = state["known"], state["measured_from"]
+
     def settle(self) -> None:
         weights = flatten(self._parameters)
         self.outer.settle(weights)
@@ -275,6 +311,20 @@ class _Fragment:
         self._measured_from.clear()
         if self._known is not None:
             self._known = weights
+
+
+def _attributes(rule: object) -> dict[str, Any]:
+    """The numbers and tensors an outer rule or a codec goes by: all it knows."""
+    return {
+        name: value
+        for name, value in vars(rule).items()
+        if value is None or isinstance(value, bool | int | float | str | Tensor)
+    }
+
+
+def _set_attributes(rule: object, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(rule, name, value)
 
 
 def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:

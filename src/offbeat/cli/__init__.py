@@ -44,14 +44,17 @@ from offbeat.cli.train import (
     BoardOption,
     ConfigOption,
     OutOption,
+    ResumeOption,
     folder_for,
+    given_settings,
     read_experiment,
+    stored_experiment,
     with_experiment_flags,
 )
 from offbeat.errors import ConfigurationError, MissingExtra, OffbeatError
 from offbeat.ledger import Ledger
 from offbeat.methods import METHODS, Method
-from offbeat.runs import Run
+from offbeat.runs import CHECKPOINTS, CONFIG, Run
 from offbeat.timeline import Timeline, measured_timeline
 from offbeat.timeline import timeline as timeline_of
 
@@ -230,11 +233,19 @@ def train(
     config: ConfigOption = None,
     out: OutOption = None,
     tensorboard: BoardOption = False,
+    resume: ResumeOption = False,
     **flags: Any,
 ) -> None:
     """Train a network of the zoo by any method, alone or under torchrun, and store the run."""
     experiment = read_experiment(config, flags)
+    if resume and out is None:
+        raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
     folder = folder_for(experiment, out)
+    if resume and (folder / CONFIG).exists():
+        experiment = stored_experiment(folder, given_settings(config, flags))
+        if Run.load(folder).summary.get("status") == "finished":
+            typer.echo(f"{folder} is finished already")
+            return
     from rich.console import Console
 
     from offbeat.cli.board import Board
@@ -247,10 +258,12 @@ def train(
         shown: Watcher = Screen(console) if console.is_terminal else Lines(console)
         return [shown, Board(folder)] if tensorboard else [shown]
 
-    summary = run_experiment(experiment, folder, watchers)
+    summary = run_experiment(experiment, folder, watchers, resume=resume)
     if (folder / "summary.json").exists():  # in one process of several
         typer.echo(f"stored in {folder}")
     if summary["status"] == "interrupted":
+        if (folder / CHECKPOINTS).exists():
+            typer.echo(f"to go on: offbeat train --resume --out {folder}")
         sys.exit(130)
 
 

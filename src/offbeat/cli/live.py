@@ -24,6 +24,8 @@ class Lines:
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
         self._say(f"{_what(trainer)}: {progress.epochs} epochs of {progress.steps_per_epoch} steps")
+        if progress.step:
+            self._say(f"going on after step {progress.step}")
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
         pass

@@ -2,14 +2,16 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from offbeat.errors import ConfigurationError
 from offbeat.experiment import Choice, Experiment
+from offbeat.runs import Run
 
 ConfigOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A TOML file; flags given beside it win.")
@@ -19,6 +21,12 @@ OutOption = Annotated[
 ]
 BoardOption = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard events into the folder.")
+]
+
+
+ResumeOption = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint."),
 ]
 
 
@@ -62,11 +70,34 @@ def _text(value: Any) -> str:
 
 def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
     """What the file says, overruled by the flags that were given."""
-    values: dict[str, Any] = {} if config is None else Experiment.from_toml(config)
     where = "" if config is None else f" in {config}"
+    return Experiment.read(given_settings(config, flags), where)
+
+
+def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {} if config is None else Experiment.from_toml(config)
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    given = {k: v for k, v in flags.items() if v is not None and v != []}
-    return Experiment.read(values | given, where)
+    return values | {k: v for k, v in flags.items() if v is not None and v != []}
+
+
+def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
+    """What a stored run was asked to do; settings that are given again must be the same."""
+    config = Run.load(folder).config
+    names = [f.name for f in fields(Experiment)]
+    stored = Experiment.read({name: config[name] for name in names if name in config})
+    asked = Experiment.read(given)
+    for name in given:
+        then, now = getattr(stored, name), getattr(asked, name)
+        if name not in _FREE and then != now:
+            raise ConfigurationError(
+                f"{folder} was started with {name}={_text(then)}, and --resume goes on with the"
+                f" same run: leave out {name}={_text(now)}, or start another one (--out)."
+            )
+    return replace(stored, **{name: getattr(asked, name) for name in given if name in _FREE})
+
+
+_FREE = ("save_every", "keep", "data_folder")
+"""Settings that may change when a run goes on."""
 
 
 def folder_for(experiment: Experiment, out: str | None) -> Path:

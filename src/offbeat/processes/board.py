@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from offbeat.errors import WorkerLost
 from offbeat.processes.edges import Edges
 
 _POLL_S = 0.5
+_PAUSE_S = 0.002
+_GONE = "notes/gone"
 NOTICED_S = 4 * _POLL_S
 """Within which every process has surely seen a note."""
 
@@ -23,6 +25,30 @@ _GIVEN_UP = (
     "the other replicas have lost the connection to this one and go on without it: another of its"
     " processes has ended, or the network between them broke."
 )
+
+
+class Notes:
+    """Facts gathered without blocking, over a connection of its own: whoever is missing is named.
+
+    For threads beside the worker's, and for moments at which another process may well be dying.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._rank, self._size = rank, size
+
+    def gather(self, name: str, value: Any, gone: Callable[[], bool]) -> list[Any]:
+        """Every process's value, by rank; None for those still missing when somebody failed.
+
+        ``gone`` says whether this process has noticed that somebody is.
+        """
+        keys = [f"notes/{name}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps(value))
+        while not self._store.check(keys) and not self._store.check([_GONE]) and not gone():
+            time.sleep(_PAUSE_S)
+        return [
+            json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys
+        ]
 
 
 class Board:
@@ -62,6 +88,13 @@ class Board:
     def declare_dead(self, replica: int) -> None:
         """For all to see, the replica itself included, should it be alive somewhere."""
         self._store.set(f"dead/{replica}", str(self._rank))
+
+    def say_gone(self) -> None:
+        """Ends every gathering of notes: this process will not come to another."""
+        self._store.set(_GONE, "yes")
+
+    def notes(self) -> Notes:
+        return Notes(self._store, self._rank, self._size)
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.

@@ -232,6 +232,10 @@ class Edges:
         for work in works:
             work.get_future().add_done_callback(one_done)
 
+    def waiting(self, stage: int) -> dict[Key, Any]:
+        with self._changed:
+            return {key: message for key, message in self._inbox.items() if key.to == stage}
+
     def clear(self) -> None:
         with self._changed:
             self._inbox.clear()

@@ -18,7 +18,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from offbeat.averaging import Averaging
 from offbeat.checks import checksum_of
@@ -30,7 +32,7 @@ from offbeat.memory import StageMemory
 from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.processes import shared
-from offbeat.processes.board import LOST, NOTICED_S, Board
+from offbeat.processes.board import LOST, NOTICED_S, Board, Notes
 from offbeat.processes.edges import Edges
 from offbeat.processes.survivors import Survivors
 from offbeat.sharding import is_sharded, shards_of
@@ -60,7 +62,7 @@ class Processes:
     ) -> None:
         """``outlive``: a replica that dies does not end the others."""
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            _join(timedelta(seconds=timeout_s))
         _leave_at_exit()
         self._device = device
         self.rank = dist.get_rank()
@@ -114,6 +116,9 @@ class Processes:
                 declare_dead=self._board.declare_dead,
             )
         self._board.watch(self.transport)
+        self._notes = self._board.notes()
+        self._meetings = 0
+        self.timeout_s = timeout_s
         _OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
@@ -292,6 +297,41 @@ class Processes:
             everyone.append(buffer.numpy().tobytes())
         return everyone
 
+    # ---------------------------------------------------------------- saving
+
+    def await_messages(self, step: int) -> None:
+        """Returns when all that the row's other stages sent before this call has arrived.
+
+        A marker follows what was sent before it along every edge, also where it is passed on.
+        """
+        others = [stage for stage in range(self.stages) if stage != self.stage]
+        for other in others:
+            self.transport.send(Key("marker", other, step, self.stage), None)
+        for other in others:
+            self.transport.receive(Key("marker", self.stage, step, other))
+
+    def meet(self, name: str, value: Any) -> list[Any]:
+        """Every process's value, by rank, as in :meth:`exchange`; a failure ends the wait."""
+        deadline = time.monotonic() + self.timeout_s
+        self._meetings += 1
+        found = self._notes.gather(
+            f"{name}/{self._meetings}",
+            [value],
+            lambda: self.transport.failed or time.monotonic() > deadline,
+        )
+        missing = [rank for rank, note in enumerate(found) if note is None]
+        if missing:
+            raise WorkerLost(
+                f"rank {missing[0]} did not come to a checkpoint: that process has died, or it"
+                f" takes longer than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own"
+                " output says why."
+            )
+        return [value for (value,) in found]
+
+    def notes(self) -> Notes:
+        """For a thread that has to agree with its like in the other processes."""
+        return self._board.notes()
+
     # ---------------------------------------------------------------- ending
 
     def stop_together(self, asked: bool, step: int, steps_per_s: float, apart: int) -> bool:
@@ -308,6 +348,7 @@ class Processes:
         """Tells the others why this process ends, unless one of them told us."""
         if not isinstance(error, WorkerLost):
             self._board.report("".join(traceback.format_exception(error)))
+        self._board.say_gone()
         self.transport.fail(WorkerLost("this process failed earlier."))
 
 
@@ -344,6 +385,20 @@ def _check_size(size: int, stages: int, replicas: int) -> None:
         f" {replicas * stages} processes, and the launcher started {size}. Start"
         f" {replicas * stages} (torchrun --nproc-per-node {replicas * stages} on one machine)."
     )
+
+
+def _join(timeout: timedelta) -> None:
+    """Joins the others; after a restart by torchrun without what the last attempt left behind.
+
+    Its store outlives an attempt, and gloo would connect to addresses of processes that are gone.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt == 0:
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    fresh = PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:

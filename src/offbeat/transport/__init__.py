@@ -16,6 +16,7 @@ What = Literal[
     "batch",
     "probe",
     "probe-gradient",
+    "marker",
     # between replicas:
     "gradients",
     "weights",
@@ -66,6 +67,9 @@ class Transport(Protocol):
 
         The parts must not be written to afterwards. ``summed``: one sum is enough, in any order.
         """
+
+    def waiting(self, stage: int) -> dict[Key, Any]:
+        """The messages for a stage that have arrived and that nobody has taken yet."""
 
     def clear(self) -> None:
         """Forgets messages that nobody will take."""

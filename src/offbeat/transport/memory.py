@@ -58,6 +58,9 @@ class Memory:
     def complete(self, key: Key, parts: list[list[Tensor]]) -> None:
         self.send(key, Gathered(parts, self._sent_s.pop(key), perf_counter(), len(parts)))
 
+    def waiting(self, stage: int) -> dict[Key, Any]:
+        return {key: message for key, message in self._messages.items() if key.to == stage}
+
     def clear(self) -> None:
         self._messages.clear()
         self._sent_s.clear()

@@ -1,0 +1,132 @@
+"""What saving every 50 steps costs: time with over time without, and bytes.
+
+ResNet-20 for 32x32 images, batch 128, four stages, SGD with momentum, random images, one process.
+Every round runs, rule by rule, 50 steps without saving and 50 with one exact checkpoint, saved at
+the start of the block and written meanwhile; the order of the two alternates. A block ends when
+both its steps and its checkpoint are done, so nothing is hidden in the next block.
+
+    python benchmarks/faults/cost.py --out benchmarks/faults/cost.json
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.methods import RULES
+from offbeat.zoo import resnet
+
+STAGES, BATCH, STEPS = 4, 128, 50
+LIMITS = {"current": 1.10, "stash": 1.10, "recompute": 1.03}
+
+
+def trainer_for(rule: Any) -> offbeat.Trainer:
+    torch.manual_seed(0)
+    return offbeat.Trainer(
+        resnet(20),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+        method=offbeat.StaleWeights(backward=rule),
+        stages=STAGES,
+    )
+
+
+def block(trainer: offbeat.Trainer, batches: Any, folder: Path | None) -> dict[str, float]:
+    """50 steps, with a checkpoint or without."""
+    start, worked = time.perf_counter(), time.process_time()
+    found = {"taken_s": 0.0}
+    if folder is not None:
+        trainer.save(folder, keep=1)
+        found["taken_s"] = time.perf_counter() - start
+    for _ in range(STEPS):
+        trainer.step(*next(batches))
+    trainer.finish_saving()
+    found["block_s"] = time.perf_counter() - start
+    found["cpu_s"] = time.process_time() - worked
+    return found
+
+
+def filled(rule: Any, batches: Any, folder: Path) -> tuple[offbeat.Trainer, Any, Path]:
+    """A trainer with a full pipe that has saved once: the first time its graphs are inspected."""
+    trainer = trainer_for(rule)
+    for _ in range(8):
+        trainer.step(*next(batches))
+    trainer.save(folder, keep=1, wait=True)
+    return trainer, batches, folder
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (
+            torch.randn(BATCH, 3, 32, 32, generator=generator),
+            torch.randint(10, (BATCH,), generator=generator),
+        )
+        for _ in range(16)
+    ]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        trainers = {rule: filled(rule, cycle(data), Path(name) / rule) for rule in RULES}
+        for number in range(given.rounds):
+            for rule, (trainer, batches, folder) in trainers.items():
+                order = [None, folder] if number % 2 == 0 else [folder, None]
+                blocks = {place: block(trainer, batches, place) for place in order}
+                row = {
+                    "rule": rule,
+                    "round": number,
+                    "without_s": blocks[None]["block_s"],
+                    "with_s": blocks[folder]["block_s"],
+                    "cpu_without_s": blocks[None]["cpu_s"],
+                    "cpu_with_s": blocks[folder]["cpu_s"],
+                    "taken_s": blocks[folder]["taken_s"],
+                    "bytes": size_of(folder),
+                }
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    summary = {}
+    for rule in RULES:
+        of_rule = [row for row in rows if row["rule"] == rule]
+        ratios = [row["with_s"] / row["without_s"] for row in of_rule]
+        cpu = [row["cpu_with_s"] / row["cpu_without_s"] for row in of_rule]
+        summary[rule] = {
+            "median_ratio": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+            "limit": LIMITS[rule],
+            "median_cpu_ratio": statistics.median(cpu),
+            "bytes": max(row["bytes"] for row in of_rule),
+            "median_taken_s": statistics.median(row["taken_s"] for row in of_rule),
+        }
+    print(json.dumps(summary, indent=1))
+    if given.out is not None:
+        environment = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "machine": platform.machine(),
+        }
+        result = {"setting": {"network": "ResNet-20", "batch": BATCH, "stages": STAGES,
+                              "steps_per_checkpoint": STEPS}, "environment": environment,
+                  "summary": summary, "rounds": rows}  # fmt: skip
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

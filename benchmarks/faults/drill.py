@@ -1,0 +1,67 @@
+"""A hundred random moments of trouble: every run that is resumed must end with the same bits.
+
+    python benchmarks/faults/drill.py --out benchmarks/faults/drill.jsonl
+
+Kill -9 of one process and of all, SIGTERM, Ctrl-C, a full disk, a truncated file; all methods,
+backward rules and averagings in turn; one process, a row of processes, replicas in one process and
+in four. ``tests/drill_job.py`` does the work, ``tests/test_drill.py`` is the short version.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from drill_job import make_plans  # noqa: E402
+
+LAYOUTS = ((3, 1, False), (3, 1, True), (2, 2, False), (2, 2, True), (2, 1, True))
+"""Stages, replicas, and whether each stage has a process of its own."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--moments", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    plans = make_plans(given.moments, given.seed, LAYOUTS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    paths = [str(TESTS.parent / "src"), str(TESTS)]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    reports = []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(TESTS / "drill_job.py"), folder, json.dumps(plans)]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            for line in run.stdout:
+                report = json.loads(line)
+                reports.append(report)
+                plan = report["plan"]
+                print(
+                    len(reports), plan["fault"], plan["method"], plan["processes"],
+                    report["moment"], "differing:", report["differing"], flush=True,
+                )  # fmt: skip
+    summary = {
+        "moments": len(reports),
+        "differing": sum(report["differing"] != 0 for report in reports),
+        "hung": sum(report["hung"] for report in reports),
+        "left_behind": sum(report["left_behind"] for report in reports),
+        "lost": sum(report["lost"] for report in reports),
+        "faults": dict(Counter(report["plan"]["fault"] for report in reports)),
+        "processes": dict(Counter(report["plan"]["processes"] for report in reports)),
+    }
+    print(json.dumps(summary, indent=1))
+    if given.out is not None:
+        lines = [json.dumps(line) for line in ({"summary": summary}, *reports)]
+        given.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

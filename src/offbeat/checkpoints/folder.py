@@ -1,0 +1,151 @@
+"""Checkpoints on disk.
+
+    checkpoints/
+        step-000050/
+            manifest.json                       what it is, and size and digest of every file
+            replica-0-stage-0.safetensors       one file per stage
+            replica-0-stage-1.safetensors
+        .step-000100.partial/                   being written, or left by a crash
+
+A checkpoint is written aside and renamed when its manifest, the last file, is on disk. What has no
+manifest is no checkpoint.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat import tensorfile
+from offbeat.errors import CheckpointError
+from offbeat.tensorfile import Written
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def place_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06}"
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    return folder / f".step-{step:06}.partial"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that claims to be a checkpoint."""
+
+    path: Path
+    step: int
+    manifest: dict[str, Any] | None
+    """None where it cannot be read."""
+
+    @classmethod
+    def at(cls, path: Path, step: int) -> "Found":
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+            whole = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict)
+        except (OSError, ValueError):
+            whole = False
+        return cls(path, step, manifest if whole else None)
+
+    def problem(self, names: list[str]) -> str | None:
+        """Why these files of the checkpoint cannot be used, if they cannot."""
+        if self.manifest is None:
+            return f"{MANIFEST} cannot be read"
+        if self.manifest.get("format") != FORMAT:
+            return (
+                f"it has format {self.manifest.get('format')}, and this version of offbeat reads"
+                f" {FORMAT}"
+            )
+        for name in names:
+            entry = self.manifest["files"].get(name)
+            if entry is None:
+                return f"it has no {name}"
+            try:
+                written = tensorfile.examine(self.path / name)
+            except OSError as error:
+                return f"{name} cannot be read ({error.strerror})"
+            if written.bytes != entry["bytes"]:
+                return f"{name} has {written.bytes} bytes instead of {entry['bytes']}"
+            if written.sha256 != entry["sha256"]:
+                return f"{name} has been changed or damaged (its digest differs)"
+        return None
+
+
+def candidates(folder: Path) -> list[Found]:
+    """Every checkpoint with a manifest, newest first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        name = _NAME.fullmatch(path.name)
+        if name and (path / MANIFEST).exists():
+            found.append(Found.at(path, int(name[1])))
+    return sorted(found, key=lambda each: -each.step)
+
+
+def publish(folder: Path, step: int, manifest: dict[str, Any], keep: int) -> None:
+    """Makes a checkpoint of the files written aside, then deletes what is not needed any more."""
+    aside, place = partial_of(folder, step), place_of(folder, step)
+    for stranger in set(os.listdir(aside)) - set(manifest["files"]):
+        (aside / stranger).unlink()  # of an earlier attempt that was killed
+    with (aside / MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _settle(aside)
+    if place.exists():  # a damaged one, from which nobody could resume
+        _delete(place)
+    aside.rename(place)
+    _settle(folder)
+    _tidy(folder, step, keep)
+
+
+def _tidy(folder: Path, newest: int, keep: int) -> None:
+    """Deletes all but the newest ``keep``, and what crashes have left behind."""
+    found = candidates(folder)
+    # What is newer than the step just saved was passed over when the run was taken up again.
+    superseded = [each for each in found if each.step > newest]
+    kept = [each for each in found if each.step <= newest][:keep]
+    for each in found:
+        if each in superseded or each not in kept:
+            _delete(each.path)
+    for path in folder.iterdir():
+        left = path.name.startswith(".step-") and path.name.endswith(".partial")
+        if left or (_NAME.fullmatch(path.name) and not (path / MANIFEST).exists()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _delete(path: Path) -> None:
+    (path / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no checkpoint
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _settle(folder: Path) -> None:
+    """Waits until names, too, are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refuse_strange(folder: Path) -> None:
+    """A run that did not begin here must not overwrite, nor delete, what lies here."""
+    found = candidates(folder)
+    if found:
+        raise CheckpointError(
+            f"{folder} already holds checkpoints, the newest of step {found[0].step}, and this run"
+            " did not resume from them. Call resume() before the first step, or give another"
+            " folder."
+        )
+
+
+def entry_of(written: Written) -> dict[str, Any]:
+    return {"bytes": written.bytes, "sha256": written.sha256}

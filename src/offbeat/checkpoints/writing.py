@@ -1,0 +1,154 @@
+"""Writing while training goes on: a thread per process, and an agreement when all have written."""
+
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offbeat import tensorfile
+from offbeat.checkpoints.folder import candidates, entry_of, partial_of, publish
+from offbeat.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One checkpoint to be written."""
+
+    folder: Path
+    step: int
+    keep: int
+    files: dict[str, Any]
+    """What this process writes, by name."""
+    manifest: dict[str, Any]
+
+
+class Everyone(Protocol):
+    """How the writers of several processes agree."""
+
+    def gather(self, name: str, value: Any, gone: Callable[[], bool]) -> list[Any]: ...
+
+
+class Alone:
+    def gather(self, _name: str, value: Any, _gone: Callable[[], bool]) -> list[Any]:
+        return [value]
+
+
+class Writer:
+    """Writes one checkpoint at a time; a second waits for the first, so memory stays bounded."""
+
+    def __init__(
+        self, everyone: Everyone, rank: int, lost: Callable[[], bool], timeout_s: float
+    ) -> None:
+        self._everyone, self._rank = everyone, rank
+        self._lost, self._timeout_s = lost, timeout_s
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._count = 0
+
+    def start(self, order: Order) -> None:
+        self.wait()
+        self._count += 1
+        # Not a daemon: a script that ends after its last save still gets that checkpoint.
+        self._thread = threading.Thread(target=self._write, args=(order,), name="offbeat-saving")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is complete; raises if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, order: Order) -> None:
+        deadline = time.monotonic() + self._timeout_s
+
+        def gone() -> bool:
+            """Whether it makes no sense to wait for the others any longer."""
+            failing = not threading.main_thread().is_alive() and hasattr(sys, "last_value")
+            return failing or self._lost() or time.monotonic() > deadline
+
+        try:
+            own = _try(lambda: self._write_own(order))
+            notes = self._everyone.gather(f"{self._count}/written", own, gone)
+            problem = _first_problem(notes)
+            published: dict[str, Any] = {}
+            if problem is None and self._rank == 0:
+                files = {name: entry for note in notes for name, entry in note["files"].items()}
+                published = _try(lambda: self._publish(order, files))
+            elif problem is not None:
+                self._give_up(order)
+            # Only rank 0 has something to say, and all wait for it.
+            problem = problem or _first_problem(
+                self._everyone.gather(f"{self._count}/published", published, gone)
+            )
+        except RuntimeError as error:  # the store has gone, and with it everybody else
+            problem = str(error).splitlines()[0]
+        if problem is not None:
+            self._error = _failed(order, problem)
+
+    def _write_own(self, order: Order) -> dict[str, Any]:
+        aside = partial_of(order.folder, order.step)
+        aside.mkdir(parents=True, exist_ok=True)
+        return {"files": {name: _write_file(aside / name, v) for name, v in order.files.items()}}
+
+    def _publish(self, order: Order, files: dict[str, Any]) -> dict[str, Any]:
+        publish(order.folder, order.step, {**order.manifest, "files": files}, order.keep)
+        return {}
+
+    def _give_up(self, order: Order) -> None:
+        """Makes room again."""
+        aside = partial_of(order.folder, order.step)
+        for name in order.files:
+            (aside / name).unlink(missing_ok=True)
+
+
+def _write_file(path: Path, value: Any) -> dict[str, Any]:
+    if path.suffix == ".pt":
+        with path.open("wb") as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return entry_of(tensorfile.examine(path))
+    return entry_of(tensorfile.write(path, value))
+
+
+def _try(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return action()
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return {"problem": "the disk is full" if full else f"{error.strerror} ({error.filename})"}
+    except (CheckpointError, RuntimeError) as error:
+        return {"problem": str(error)}
+
+
+def _first_problem(notes: list[Any]) -> str | None:
+    for rank, note in enumerate(notes):
+        if note is None:
+            return f"rank {rank} did not say that it has written its part"
+        if "problem" in note:
+            where = "" if len(notes) == 1 else f" (rank {rank})"
+            return f"{note['problem']}{where}"
+    return None
+
+
+def _failed(order: Order, problem: str) -> CheckpointError:
+    left = [found for found in candidates(order.folder) if found.step != order.step]
+    newest = (
+        f"The newest complete one is {left[0].path}."
+        if left
+        else "There is no older one in this folder."
+    )
+    return CheckpointError(
+        f"the checkpoint of step {order.step} could not be written to {order.folder}: {problem}."
+        f" {newest} Training can go on; the next save tries again."
+    )

@@ -1,0 +1,263 @@
+"""Plain values and tensors in one file, laid out as safetensors: nothing in it can be code.
+
+    8 bytes     length of the header
+    header      JSON: where each stretch of memory lies, and the value in words
+    stretches   raw bytes
+
+Tensors are views of stretches, so what shared memory when it was written shares it when it is read,
+with the same strides. Of a large storage only the parts that some tensor sees are written.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from base64 import b64decode, b64encode
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import CheckpointError
+
+_LENGTH = struct.Struct("<Q")
+_CHUNK_BYTES = 1 << 22
+_ALIGNED = 64
+"""A stretch begins at a multiple of this in its storage, so that any type can view it."""
+
+
+class Written(NamedTuple):
+    """What tells whether a file is still the one that was written."""
+
+    bytes: int
+    sha256: str
+
+
+def write(path: Path, value: Any) -> Written:
+    """Writes a value and waits until it is on disk."""
+    header, stretches = _packed(value)
+    digest, count = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for chunk in _chunks(header, stretches):
+            digest.update(chunk)
+            file.write(chunk)
+            count += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(count, digest.hexdigest())
+
+
+def examine(path: Path) -> Written:
+    """Size and digest of a file as it lies there now."""
+    digest, count = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            count += len(chunk)
+    return Written(count, digest.hexdigest())
+
+
+def read(path: Path) -> Any:
+    """Reads what :func:`write` wrote; tensors arrive on the CPU."""
+    with path.open("rb") as file:
+        try:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > path.stat().st_size:
+                raise ValueError("the header would be longer than the file")
+            header = json.loads(file.read(length))
+            words = json.loads(header.pop("__metadata__")["value"])
+            stretches = [_read_stretch(file, entry) for entry in header.values()]
+            return _value(words, stretches)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error):
+            raise CheckpointError(
+                f"{path} is not a file of offbeat's, or it is damaged: use another checkpoint."
+            ) from None
+
+
+def _read_stretch(file: BinaryIO, entry: dict[str, Any]) -> Tensor:
+    begin, end = entry["data_offsets"]
+    stretch = torch.empty(end - begin, dtype=torch.uint8)
+    if end > begin and file.readinto(stretch.numpy()) != end - begin:  # type: ignore[attr-defined]
+        raise ValueError("the file ends early")
+    return stretch
+
+
+def _packed(value: Any) -> tuple[bytes, list[Tensor]]:
+    tensors: list[Tensor] = []
+    words = _words(value, tensors)
+    stretches = _stretches_of(tensors)
+    views = [_view(tensor, stretches) for tensor in tensors]
+    entries: dict[str, Any] = {
+        "__metadata__": {"value": json.dumps({"views": views, "value": words})}
+    }
+    place = 0
+    for number, stretch in enumerate(stretches):
+        entries[f"stretch-{number}"] = {
+            "dtype": "U8",
+            "shape": [stretch.bytes.numel()],
+            "data_offsets": [place, place + stretch.bytes.numel()],
+        }
+        place += stretch.bytes.numel()
+    header = json.dumps(entries).encode()
+    return header, [stretch.bytes for stretch in stretches]
+
+
+def _chunks(header: bytes, stretches: list[Tensor]) -> Iterator[bytes | memoryview]:
+    yield _LENGTH.pack(len(header)) + header
+    for stretch in stretches:
+        memory = memoryview(stretch.cpu().numpy().data)
+        for start in range(0, len(memory), _CHUNK_BYTES):
+            yield memory[start : start + _CHUNK_BYTES]
+
+
+# ------------------------------------------------------------------------- values in words
+
+
+def _words(part: Any, tensors: list[Tensor]) -> Any:
+    """JSON for a value; a tensor is its number in ``tensors``."""
+    if part is None or isinstance(part, bool | int | float | str):
+        return part
+    if isinstance(part, Tensor):
+        tensors.append(_plain(part))
+        return {"tensor": len(tensors) - 1}
+    if isinstance(part, list):
+        return [_words(item, tensors) for item in part]
+    if type(part) in (tuple, torch.Size):
+        return {"tuple": [_words(item, tensors) for item in part]}
+    if type(part) in (dict, Counter):
+        kind = "dict" if type(part) is dict else "counter"
+        return {kind: [[_words(k, tensors), _words(v, tensors)] for k, v in part.items()]}
+    if isinstance(part, bytes):
+        return {"bytes": b64encode(part).decode()}
+    if isinstance(part, complex):
+        return {"complex": [part.real, part.imag]}
+    if isinstance(part, torch.dtype):
+        return {"dtype": str(part).removeprefix("torch.")}
+    if isinstance(part, torch.device):
+        return {"device": str(part)}
+    raise CheckpointError(
+        f"a {type(part).__module__}.{type(part).__qualname__} cannot be stored in a checkpoint,"
+        " which holds tensors, numbers, strings and None in tuples, lists and dicts. If it travels"
+        " between stages, save with drain=True; if it is the data's position, give data= plain"
+        " values."
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"a tensor of layout {tensor.layout} is in flight, and a checkpoint holds dense ones"
+            " only: save with drain=True."
+        )
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _value(words: Any, stretches: list[Tensor]) -> Any:
+    tensors = [_tensor(view, stretches) for view in words["views"]]
+
+    def value(part: Any) -> Any:
+        if isinstance(part, list):
+            return [value(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        ((kind, inner),) = part.items()
+        if kind == "tensor":
+            return tensors[inner]
+        if kind == "tuple":
+            return tuple(value(item) for item in inner)
+        if kind in ("dict", "counter"):
+            found = {value(k): value(v) for k, v in inner}
+            return found if kind == "dict" else Counter(found)
+        if kind == "bytes":
+            return b64decode(inner)
+        if kind == "complex":
+            return complex(*inner)
+        if kind == "device":
+            return torch.device(inner)
+        if kind == "dtype":
+            return _dtype(inner)
+        raise ValueError(kind)
+
+    return value(words["value"])
+
+
+# ------------------------------------------------------------------------- tensors as views
+
+
+@dataclass
+class _Stretch:
+    storage: int
+    begin: int
+    end: int
+    bytes: Tensor
+    number: int = 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a tensor sees, rounded down, and the end."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    if not tensor.numel():
+        return begin // _ALIGNED * _ALIGNED, begin // _ALIGNED * _ALIGNED
+    last = sum(int((n - 1) * s) for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return begin // _ALIGNED * _ALIGNED, begin + (last + 1) * tensor.itemsize
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _stretches_of(tensors: list[Tensor]) -> list[_Stretch]:
+    """The memory behind all tensors, each byte once, without what none of them sees."""
+    spans = sorted(((_place(t), *_span(t), i) for i, t in enumerate(tensors)))
+    found: list[_Stretch] = []
+    for place, begin, end, index in spans:
+        last = found[-1] if found else None
+        if last is not None and last.storage == place and begin <= last.end:
+            last.end = max(last.end, end)
+        else:
+            found.append(_Stretch(place, begin, end, tensors[index]))
+    for number, stretch in enumerate(found):
+        storage = stretch.bytes.untyped_storage()
+        size = (stretch.end - stretch.begin,)
+        seen = torch.empty(0, dtype=torch.uint8, device=stretch.bytes.device)
+        stretch.bytes = seen.set_(storage, stretch.begin, size)  # type: ignore[call-overload]
+        stretch.number = number
+    return found
+
+
+def _view(tensor: Tensor, stretches: list[_Stretch]) -> list[Any]:
+    place, (begin, end) = _place(tensor), _span(tensor)
+    # A search by halves: a graph in flight has hundreds of tensors.
+    low, high = 0, len(stretches) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if (stretches[middle].storage, stretches[middle].begin) <= (place, begin):
+            low = middle
+        else:
+            high = middle - 1
+    stretch = stretches[low]
+    assert stretch.storage == place
+    assert stretch.begin <= begin <= end <= stretch.end
+    offset = tensor.storage_offset() - stretch.begin // tensor.itemsize
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    size, stride = list(tensor.size()), list(tensor.stride())
+    return [stretch.number, dtype, size, stride, offset, tensor.requires_grad]
+
+
+def _tensor(view: list[Any], stretches: list[Tensor]) -> Tensor:
+    number, name, size, stride, offset, grad = view
+    dtype, stretch = _dtype(name), stretches[number]
+    whole = stretch[: len(stretch) // dtype.itemsize * dtype.itemsize].view(dtype)
+    seen: Tensor = whole.as_strided(size, stride, offset)
+    return seen.requires_grad_(grad)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)
+    return found

@@ -1,0 +1,168 @@
+"""What checkpoint tests and the fault drill run: importable jobs, one call per process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from helpers import Batch, cnn, image_batches, trainer_for, vector_batches
+from jobs import dropout_net
+from offbeat.averaging import (
+    CO2,
+    AllReduce,
+    Averaging,
+    CoCoD,
+    DaSGD,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    PostLocalSGD,
+    StreamingDiLoCo,
+)
+from offbeat.methods import (
+    ADL,
+    DDG,
+    DGL,
+    DSP,
+    FDG,
+    FeaturesReplay,
+    GPipe,
+    Method,
+    OneFOneB,
+    Phases,
+    PipeDream,
+    PipeDream2BW,
+    StaleWeights,
+    Synchronous,
+)
+
+STEPS = 11
+ROWS = 8
+
+METHODS: list[Method] = [
+    Synchronous(),
+    GPipe(2),
+    OneFOneB(),
+    PipeDream(),
+    PipeDream2BW(),
+    DDG(),
+    FeaturesReplay(),
+    FDG(),
+    StaleWeights(),
+    ADL(accumulate=3),
+    DSP(),
+    DGL(),
+    # every rule, with lag, with micro-batches half-way and with versions by name
+    StaleWeights(backward="stash"),
+    StaleWeights(backward="recompute"),
+    ADL(accumulate=3, backward="current"),
+    ADL(accumulate=3, backward="recompute"),
+    PipeDream2BW(backward="current"),
+    PipeDream2BW(backward="recompute"),
+    DSP(lag=(5, 3, 0)),
+    Phases((StaleWeights(), 4), (DDG(), 3), (Synchronous(), None)),
+]
+
+AVERAGINGS: list[Averaging] = [
+    AllReduce(),
+    AllReduce(compress="int8"),
+    LocalSGD(3),
+    PostLocalSGD(every=2, switch=4),
+    DaSGD(every=3, delay=2, keep=0.25),
+    DaSGD(every=3, delay=2, keep=0.25, compress="int8"),
+    DaSGD(every=3, delay=2, compress="bf16", warmup=2, optimizer_state="average"),
+    CoCoD(3),
+    OverlapLocalSGD(every=3, momentum=0.7),
+    DiLoCo(3),
+    StreamingDiLoCo(every=4, delay=2, fragments=2),
+    EagerDiLoCo(3),
+    CO2(3),
+]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=100)
+
+
+def job_of(model: str, steps: int = STEPS) -> tuple[nn.Sequential, list[Batch]]:
+    if model == "cnn":
+        return cnn(), image_batches(steps, rows=ROWS)
+    return dropout_net(), vector_batches(steps, rows=ROWS, dtype=torch.float32)
+
+
+def fresh(model: str, method: Method, **settings: Any) -> offbeat.Trainer:
+    """The trainer as a script would build it, every time it is started."""
+    network, _ = job_of(model, steps=1)
+    return trainer_for(network, method, adamw, seed=3, scheduler=one_cycle, **settings)
+
+
+def reading(trainer: offbeat.Trainer) -> list[tuple[Any, ...]]:
+    """The ledger without its times, in an order that no process layout changes."""
+    return sorted((e.kind, e.stage, e.batch, e.version, repr(e.loss), e.replica)
+                  for e in trainer.ledger)  # fmt: skip
+
+
+def go_on(trainer: offbeat.Trainer, batches: list[Batch]) -> list[float | None]:
+    """Trains to the end and drains; the losses."""
+    losses: list[Tensor | None] = [trainer.step(x, y) for x, y in trainer.batches(batches)]
+    losses += trainer.flush()
+    return [None if loss is None else float(loss) for loss in losses]
+
+
+def end_of(trainer: offbeat.Trainer, losses: list[float | None]) -> dict[str, Any]:
+    return {
+        "state": trainer.state_dict(),
+        "losses": losses,
+        "ledger": reading(trainer),
+        "memory": trainer.memory(),
+    }
+
+
+def interrupted(
+    folder: Path, model: str, method: Method, at: int, **settings: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How the run ends that resumed after ``at`` steps, and how the one that was saved there."""
+    _, batches = job_of(model)
+    whole = fresh(model, method, **settings)
+    for x, y in whole.batches(batches[:at]):
+        whole.step(x, y)
+    whole.save(folder)
+    held = whole.memory()
+    losses = go_on(whole, batches[at:])
+    whole.finish_saving()
+    again = fresh(model, method, **settings)
+    assert again.resume(folder).step == at
+    held_again = again.memory()
+    ours = end_of(again, go_on(again, batches[at:])) | {"held": held_again}
+    return ours, end_of(whole, losses) | {"held": held}
+
+
+def interrupted_all(
+    folder: str, jobs: list[tuple[str, Method, int, dict[str, Any]]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [
+        interrupted(Path(folder) / str(number), model, method, at, **settings)
+        for number, (model, method, at, settings) in enumerate(jobs)
+    ]
+
+
+def assert_same_end(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """No bit differs in weights, losses, ledger and what was held."""
+    assert list(ours["state"]) == list(theirs["state"])
+    for name, value in theirs["state"].items():
+        assert torch.equal(ours["state"][name], value), name
+    assert ours["losses"] == theirs["losses"]
+    assert ours["ledger"] == theirs["ledger"]
+    for key in ("memory", "held"):
+        copies = [[(m.weight_copies, m.peak_weight_copies, m.graphs, m.inputs, m.peak_in_flight,
+                    m.weight_bytes) for m in end[key]] for end in (ours, theirs)]  # fmt: skip
+        assert copies[0] == copies[1], key

@@ -1,0 +1,598 @@
+"""Checkpoints: a run that is resumed ends with the bits of one that was never disturbed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from checkpoint_jobs import (
+    AVERAGINGS,
+    METHODS,
+    STEPS,
+    adamw,
+    assert_same_end,
+    fresh,
+    go_on,
+    interrupted,
+    interrupted_all,
+    job_of,
+)
+from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
+from offbeat import tensorfile
+from offbeat.averaging import Averaging, DaSGD
+from offbeat.checkpoints import Resumed
+from offbeat.checkpoints.folder import MANIFEST
+from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.methods import (
+    ADL,
+    DSP,
+    GPipe,
+    Method,
+    Phases,
+    PipeDream,
+    StaleWeights,
+    Synchronous,
+)
+from offbeat.processes import launch
+from offbeat.zoo import data_named
+from offbeat.zoo.gpt import gpt
+
+# ------------------------------------------------------------------ the same bits
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize(("model", "at"), [("cnn", 6), ("dropout", 3)])
+def test_a_resumed_run_ends_with_the_same_bits(
+    tmp_path: Path, method: Method, model: str, at: int
+) -> None:
+    ours, theirs = interrupted(tmp_path, model, method, at, stages=3)
+    assert_same_end(ours, theirs)
+
+
+@pytest.mark.parametrize("averaging", AVERAGINGS, ids=str)
+def test_averages_under_way_are_kept(tmp_path: Path, averaging: Averaging) -> None:
+    for at, method in ((5, StaleWeights()), (7, ADL(accumulate=2))):
+        folder = tmp_path / str(at)
+        settings: dict[str, Any] = {"stages": 2, "replicas": 2, "averaging": averaging}
+        assert_same_end(*interrupted(folder, "dropout", method, at, **settings))
+
+
+@pytest.mark.parametrize("at", range(STEPS))
+def test_any_step_will_do(tmp_path: Path, at: int) -> None:
+    """Step 0 is before the first batch; the fill, the change of phases and its drain follow."""
+    method = Phases((PipeDream(), 5), (StaleWeights(), 3), (Synchronous(), None))
+    assert_same_end(*interrupted(tmp_path, "cnn", method, at, cuts=[3, 6], clip=0.5))
+
+
+def test_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
+    one_replica = [
+        ("dropout", method, at, {"stages": 2})
+        for method, at in (
+            (StaleWeights(), 4),
+            (ADL(accumulate=3), 5),
+            (DSP(), 1),
+            (METHODS[-1], 6),
+        )
+    ]
+    for of_rank in launch(interrupted_all, 2, str(tmp_path / "row"), one_replica, timeout_s=100):
+        for ours, theirs in of_rank:
+            assert_same_end(ours, theirs)
+
+
+def test_replicas_in_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
+    jobs = [
+        ("dropout", StaleWeights(), 6, {"stages": 2, "replicas": 2, "averaging": averaging})
+        for averaging in (DaSGD(every=3, delay=2), AVERAGINGS[-1])
+    ]
+    for of_rank in launch(interrupted_all, 4, str(tmp_path), jobs, timeout_s=100):
+        for ours, theirs in of_rank:
+            assert_same_end(ours, theirs)
+
+
+def test_a_trunk_is_cut_as_before(tmp_path: Path) -> None:
+    def make() -> offbeat.Trainer:
+        torch.manual_seed(0)
+        network = gpt(vocabulary=11, width=8, heads=2, layers=4, context=6)
+        return offbeat.Trainer(
+            network,
+            loss=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+            optimizer=adamw,
+            method=StaleWeights(),
+            stages=2,
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(11, (4, 6), generator=generator) for _ in range(9)]
+    whole, again = make(), make()
+    for n, x in enumerate(tokens):
+        if n == 4:
+            whole.save(tmp_path, wait=True)
+        whole.step(x, x)
+    whole.flush()
+    assert again.resume(tmp_path).step == 4
+    assert again.cuts == whole.cuts
+    for x in tokens[4:]:
+        again.step(x, x)
+    again.flush()
+    assert_same_bits(again.state_dict(), whole.state_dict())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is written only after later steps have overwritten all they overwrite."""
+    moved_on = threading.Event()
+    write = tensorfile.write
+
+    def wait_and_write(path: Path, value: Any) -> Any:
+        assert moved_on.wait(60)
+        return write(path, value)
+
+    monkeypatch.setattr(tensorfile, "write", wait_and_write)
+    for method in (StaleWeights(), PipeDream(), ADL(accumulate=3)):
+        moved_on.clear()
+        _, batches = job_of("cnn")
+        whole = fresh("cnn", method, stages=3)
+        folder = tmp_path / type(method).__name__
+        for x, y in batches[:5]:
+            whole.step(x, y)
+        whole.save(folder)
+        losses = go_on(whole, batches[5:])
+        assert not list(folder.glob("step-*"))
+        moved_on.set()
+        whole.finish_saving()
+        again = fresh("cnn", method, stages=3)
+        again.resume(folder)
+        assert go_on(again, batches[5:]) == losses
+        assert_same_bits(again.state_dict(), whole.state_dict())
+
+
+def test_generators_and_gradients_of_the_caller_are_put_back(tmp_path: Path) -> None:
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+    trainer = fresh("cnn", ADL(accumulate=3), stages=3)
+    _, batches = job_of("cnn")
+    for x, y in batches[:4]:
+        trainer.step(x, y)
+    trainer.save(tmp_path, wait=True)
+    expected = drawn()
+    drawn()
+    again = fresh("cnn", ADL(accumulate=3), stages=3)
+    again.resume(tmp_path)
+    assert drawn() == expected
+
+
+# ------------------------------------------------------------------ position in the data
+
+
+def test_the_position_in_the_data_travels_along(tmp_path: Path) -> None:
+    loader = data_named("digits").loader(64, seed=1)
+    trainer = trainer_for(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), optimizer=adamw)
+    for n, (x, y) in enumerate(loader):
+        trainer.step(x, y)
+        if n == 4:
+            trainer.save(tmp_path, data=loader, wait=True)
+            break
+    again = trainer_for(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), optimizer=adamw)
+    fresh_loader = data_named("digits").loader(64, seed=1)
+    start = again.resume(tmp_path, data=fresh_loader)
+    assert (fresh_loader.epoch, fresh_loader.position) == (0, 5)
+    assert start.data == fresh_loader.state_dict()
+    assert start.kind == "exact"
+
+
+def test_an_empty_folder_is_a_start(tmp_path: Path) -> None:
+    trainer = fresh("cnn", StaleWeights(), stages=3)
+    start = trainer.resume(tmp_path / "nothing yet")
+    assert start == Resumed(step=0, data=None, path=None)
+    _, batches = job_of("cnn")
+    go_on(trainer, batches[start.step :])
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+class _Hidden(torch.autograd.Function):
+    """Keeps a tensor as an attribute, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x * 2
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found: Tensor = gradient * ctx.kept
+        return found
+
+
+class _Open(torch.autograd.Function):
+    """The same, with a saved tensor and a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = 2
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found: Tensor = gradient * ctx.factor * ctx.saved_tensors[0]
+        return found
+
+
+class _Scaled(nn.Module):
+    """Divides by a number that Python takes out of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / float(x.detach().abs().max())
+
+
+class _ByInput(nn.Module):
+    """Branches on a number that is in the data, whatever the weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2.0 if float(x.detach().sum()) > 0 else 3.0)
+
+
+class _Square(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.function.apply(x)
+        return found
+
+
+def stages_with(odd: nn.Module) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 8), odd, nn.Linear(8, 8)), nn.Linear(8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (_Square(_Hidden), "_HiddenBackward keeps kept as an attribute of its own"),
+        (
+            _Scaled(),
+            "_local_scalar_dense.* takes numbers out of tensors that depend on its weights",
+        ),
+    ],
+)
+def test_state_that_hooks_cannot_see_is_refused_with_an_offer_to_drain(
+    tmp_path: Path, odd: nn.Module, words: str
+) -> None:
+    batches = vector_batches(8, dtype=torch.float32)
+    trainer = trainer_for(stages_with(odd), StaleWeights(backward="stash"))
+    for x, y in batches[:4]:
+        trainer.step(x, y)
+    with pytest.raises(CheckpointError, match=f"(?s)stage 0: .*{words}.*drain=True"):
+        trainer.save(tmp_path)
+    trainer.step(*batches[4])  # the run is intact
+    trainer.save(tmp_path, drain=True, wait=True)
+    again = trainer_for(stages_with(odd), StaleWeights(backward="stash"))
+    assert again.resume(tmp_path).kind == "drained"
+    for each in (trainer, again):
+        for x, y in batches[5:]:
+            each.step(x, y)
+        each.flush()
+    assert_same_bits(again.state_dict(), trainer.state_dict())
+
+
+@pytest.mark.parametrize("first", [nn.Sequential(nn.Linear(6, 8), _Square(_Open)), _ByInput()])
+def test_what_a_second_forward_repeats_is_not_refused(tmp_path: Path, first: nn.Module) -> None:
+    torch.manual_seed(0)
+    width = 8 if isinstance(first, nn.Sequential) else 6
+    stages = [nn.Sequential(first, nn.Linear(width, 8)), nn.Linear(8, 4)]
+    batches = vector_batches(8, dtype=torch.float32)
+    whole = trainer_for(stages, StaleWeights(backward="stash"))
+    again = trainer_for(stages, StaleWeights(backward="stash"))
+    for n, (x, y) in enumerate(batches):
+        if n == 5:
+            whole.save(tmp_path, wait=True)
+        whole.step(x, y)
+    whole.flush()
+    again.resume(tmp_path)
+    for x, y in batches[5:]:
+        again.step(x, y)
+    again.flush()
+    assert_same_bits(again.state_dict(), whole.state_dict())
+
+
+def saved(folder: Path, method: Method = StaleWeights(), **settings: Any) -> offbeat.Trainer:
+    trainer = fresh("cnn", method, **({"stages": 3} | settings))
+    for x, y in job_of("cnn")[1][:4]:
+        trainer.step(x, y)
+    trainer.save(folder, wait=True)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"method": PipeDream()}, "saved with method StaleWeights.* this trainer has PipeDream"),
+        ({"stages": 2}, "saved with a number of stages of 3, and this trainer has 2"),
+        ({"clip": 0.5}, "saved with clip None, and this trainer has 0.5"),
+        ({"replicas": 2}, "saved with a number of replicas of 1, and this trainer has 2"),
+        ({"seed": 4}, "saved with seed 3, and this trainer has 4"),
+    ],
+)
+def test_other_settings_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    saved(tmp_path)
+    network, _ = job_of("cnn")
+    settings: dict[str, Any] = {"method": StaleWeights(), "stages": 3, "seed": 3} | change
+    other = trainer_for(network, optimizer=adamw, **settings)
+    with pytest.raises(ConfigurationError, match=f"{words}.*drain=True"):
+        other.resume(tmp_path)
+
+
+def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    wider, _ = job_of("cnn")
+    wider[-1] = nn.Linear(96, 7)
+    with pytest.raises(
+        ConfigurationError, match=r"'9.weight' is float32\[5, 96\] there and float32\[7, 96\] here"
+    ):
+        trainer_for(wider, StaleWeights(), adamw, stages=3, seed=3).resume(tmp_path)
+    network, _ = job_of("cnn")
+    with pytest.raises(ConfigurationError, match="state of AdamW for stage 0.* built with SGD"):
+        trainer_for(network, StaleWeights(), OPTIMIZERS["sgd"], stages=3, seed=3).resume(tmp_path)
+    network[2] = nn.Tanh()
+    with pytest.raises(ConfigurationError, match="layers of digest"):
+        trainer_for(network, StaleWeights(), adamw, stages=3, seed=3).resume(tmp_path)
+
+
+def test_a_checkpoint_of_more_processes_is_refused(tmp_path: Path) -> None:
+    launch(interrupted_all, 2, str(tmp_path), [("cnn", DSP(), 3, {"stages": 2})], timeout_s=60)
+    with pytest.raises(ConfigurationError, match="a number of processes of 2, .* has 1"):
+        fresh("cnn", DSP(), stages=2).resume(tmp_path / "0")
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = saved(tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    for owner, name in (
+        (pickle, "load"),
+        (pickle, "loads"),
+        (pickle, "Unpickler"),
+        (torch, "load"),
+    ):
+        monkeypatch.setattr(owner, name, refuse)
+    again = fresh("cnn", StaleWeights(), stages=3)
+    again.resume(tmp_path)
+    assert_same_bits(again.state_dict(), whole.state_dict())
+
+
+def test_a_file_holds_values_as_they_were(tmp_path: Path) -> None:
+    base = torch.randn(10, 20)
+    long = torch.arange(100_000.0)
+    value = {
+        "shared": [base, base[3:5], base.t()],
+        "parts": [long[100:110], long[99_990:]],
+        "odd": [torch.zeros(0, 3), torch.tensor(3.0), torch.ones(1).expand(5)],
+        "types": [torch.randn(3).bfloat16(), torch.ones(2, dtype=torch.bool), torch.bfloat16],
+        "complex": torch.randn(3, dtype=torch.complex64).conj(),
+        "layout": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "leaf": torch.ones(2, requires_grad=True),
+        "plain": (1, None, float("inf"), 1.5, True, "text", b"bytes", {1: 2, "x": [()]}),
+        "counter": Counter("aab"),
+    }
+    file = tmp_path / "value"
+    assert tensorfile.write(file, value) == tensorfile.examine(file)
+    found = tensorfile.read(file)
+    assert file.stat().st_size < 8000, "of a long tensor only the parts in use are written"
+    assert found["plain"] == value["plain"]
+    assert found["counter"] == value["counter"]
+    assert found["types"][2] is torch.bfloat16
+    for ours, theirs in zip(_tensors(found), _tensors(value), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+        assert ours.requires_grad == theirs.requires_grad
+    storages = {tensor.untyped_storage().data_ptr() for tensor in found["shared"]}
+    assert len(storages) == 1
+    with pytest.raises(CheckpointError, match="a builtins.set cannot be stored"):
+        tensorfile.write(file, {1, 2})
+    for damage in (b"", b"\xff" * 40, file.read_bytes()[:100]):
+        file.write_bytes(damage)
+        with pytest.raises(CheckpointError, match="not a file of offbeat's, or it is damaged"):
+            tensorfile.read(file)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    from offbeat import nest
+
+    return nest.tensors(value)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 1
+    file.write_bytes(data)
+
+
+def clear_out(file: Path) -> None:
+    file.write_text("")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("replica-0-stage-1.safetensors", truncate, "bytes instead of"),
+        ("replica-0-stage-1.safetensors", flip_a_bit, "has been changed or damaged"),
+        ("replica-0-stage-1.safetensors", os.remove, "cannot be read"),
+        (MANIFEST, clear_out, "manifest.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+    tmp_path: Path, name: str, damage: Any, words: str
+) -> None:
+    trainer = saved(tmp_path)
+    batches = job_of("cnn")[1]
+    trainer.step(*batches[4])
+    newest = trainer.save(tmp_path, wait=True)
+    losses = go_on(trainer, batches[5:])
+    damage(newest / name)
+    again = fresh("cnn", StaleWeights(), stages=3)
+    with pytest.warns(UserWarning, match=f"step-000005 cannot be used: .*{words}"):
+        start = again.resume(tmp_path)
+    assert start.step == 4
+    assert len(start.skipped) == 1
+    assert go_on(again, batches[4:])[1:] == losses
+    assert_same_bits(again.state_dict(), trainer.state_dict())
+    shutil.rmtree(tmp_path / "step-000004")
+    with pytest.raises(CheckpointError, match="(?s)none of the 1 checkpoints.*an empty folder"):
+        fresh("cnn", StaleWeights(), stages=3).resume(tmp_path)
+
+
+def test_a_checkpoint_without_its_manifest_does_not_exist(tmp_path: Path) -> None:
+    trainer = saved(tmp_path)
+    (tmp_path / ".step-000002.partial").mkdir()
+    (tmp_path / "step-000009").mkdir()
+    (tmp_path / "step-000009" / "replica-0-stage-0.safetensors").write_text("half")
+    again = fresh("cnn", StaleWeights(), stages=3)
+    assert again.resume(tmp_path).step == 4
+    trainer.step(*job_of("cnn")[1][4])
+    trainer.save(tmp_path, wait=True)  # and leftovers go when the next one is complete
+    assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"]
+
+
+def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = saved(tmp_path)
+    batches = job_of("cnn")[1]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", full)
+        trainer.step(*batches[4])
+        trainer.save(tmp_path)
+        words = (
+            "step 5 could not be written.*the disk is full.*newest complete one is .*step-000004"
+        )
+        with pytest.raises(CheckpointError, match=words):
+            trainer.finish_saving()
+    left = [path for path in tmp_path.rglob("*.safetensors") if "step-000005" in str(path)]
+    assert left == [], "the half-written files make room again"
+    trainer.save(tmp_path, wait=True)
+    assert fresh("cnn", StaleWeights(), stages=3).resume(tmp_path).step == 5
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    trainer = saved(tmp_path)
+    for x, y in job_of("cnn")[1][4:8]:
+        trainer.step(x, y)
+        assert trainer.save(tmp_path, keep=2) == trainer.save(tmp_path, keep=2)
+    trainer.finish_saving()
+    assert sorted(os.listdir(tmp_path)) == ["step-000007", "step-000008"]
+    manifest = json.loads((tmp_path / "step-000008" / MANIFEST).read_text())
+    assert manifest["kind"] == "exact"
+    assert manifest["method"].startswith("StaleWeights(")
+    assert set(manifest["files"]) == {f"replica-0-stage-{k}.safetensors" for k in range(3)}
+    with pytest.raises(ConfigurationError, match="keep=0"):
+        trainer.save(tmp_path, keep=0)
+
+
+def test_a_run_that_did_not_resume_overwrites_nothing(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match="already holds checkpoints, the newest of step 4"):
+        saved(tmp_path)
+    assert os.listdir(tmp_path) == ["step-000004"]
+
+
+# ------------------------------------------------------------------ drained
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("then", [1, 2, 4])
+def test_drained_checkpoints_pass_between_numbers_of_stages(
+    tmp_path: Path, stages: int, then: int
+) -> None:
+    """Without lag the number of stages changes no bit, so neither may a drained checkpoint."""
+    batches = vector_batches(10)
+    settings: dict[str, Any] = {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)}
+    whole = trained(mlp(), batches, optimizer=adamw, **settings)
+    first = trainer_for(mlp(), GPipe(1), adamw, stages=stages, **settings)
+    for x, y in batches[:5]:
+        first.step(x, y)
+    first.save(tmp_path, drain=True, wait=True)
+    assert_same_bits(
+        torch.load(tmp_path / "step-000005" / "model.pt", weights_only=True), first.state_dict()
+    )
+    second = trainer_for(mlp(seed=1), Synchronous(), adamw, stages=then, **settings)
+    start = second.resume(tmp_path)
+    assert (start.step, start.kind) == (5, "drained")
+    for x, y in batches[5:]:
+        second.step(x, y)
+    second.flush()
+    assert_same_bits(second.state_dict(), whole.state_dict())
+
+
+def test_drained_checkpoints_pass_between_methods_and_replicas(tmp_path: Path) -> None:
+    """Losses go on without a jump, and a method goes on from its own as if it had flushed."""
+    batches = vector_batches(30, rows=8, dtype=torch.float32)
+    make: dict[str, Callable[[], offbeat.Trainer]] = {
+        "stale": lambda: fresh("dropout", StaleWeights(), stages=3),
+        "adl": lambda: fresh("dropout", ADL(accumulate=2), stages=2),
+        "replicas": lambda: fresh("dropout", DSP(), stages=2, replicas=2, averaging=DaSGD(2, 1)),
+        "greedy": lambda: fresh("dropout", METHODS[11], stages=2),
+    }
+    for name, made in make.items():
+        folder = tmp_path / name
+        first = made()
+        for x, y in batches[:20]:
+            first.step(x, y)
+        first.save(folder, drain=True, wait=True)
+        expected = first.evaluate(batches[:20]).loss
+        for other in make.values():
+            trainer = other()
+            trainer.resume(folder)
+            assert trainer.evaluate(batches[:20]).loss == expected
+            go_on(trainer, batches[20:])
+            assert trainer.evaluate(batches[:20]).loss < expected + 0.02
+        again = made()
+        again.resume(folder)
+        if name != "replicas":  # whose optimizer state is that of the first replica
+            assert go_on(again, batches[20:]) == go_on(first, batches[20:])
+            assert_same_bits(again.state_dict(), first.state_dict())
+
+
+def test_losses_owed_at_a_drained_save_are_not_lost(tmp_path: Path) -> None:
+    batches = vector_batches(6)
+    trainer, plain = (trainer_for(mlp(), StaleWeights(), stages=3) for _ in range(2))
+    losses = [trainer.step(x, y) for x, y in batches[:3]]
+    trainer.save(tmp_path, drain=True)
+    owed = trainer.flush()
+    expected = [plain.step(x, y) for x, y in batches[:3]] + plain.flush()
+    assert [loss for loss in [*losses, *owed] if loss is not None] == [
+        loss for loss in expected if loss is not None
+    ]
