@@ -37,10 +37,12 @@ from offbeat import tensorfile
 from offbeat.averaging import Averaging, DaSGD
 from offbeat.checkpoints import Resumed
 from offbeat.checkpoints.folder import MANIFEST
+from offbeat.corrections import CORRECTIONS, Monitor, Predict, RateByLag, SpikeCompensation
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.methods import (
     ADL,
     DSP,
+    RULES,
     GPipe,
     Method,
     Phases,
@@ -70,6 +72,52 @@ def test_averages_under_way_are_kept(tmp_path: Path, averaging: Averaging) -> No
         folder = tmp_path / str(at)
         settings: dict[str, Any] = {"stages": 2, "replicas": 2, "averaging": averaging}
         assert_same_end(*interrupted(folder, "dropout", method, at, **settings))
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: c.name)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_corrections_remember_what_is_in_flight(
+    tmp_path: Path, correction: Any, accumulate: int
+) -> None:
+    made = correction(times=3.0) if correction.name == "clip-per-stage" else correction()
+    rule: Any = "current" if correction.name == "rewind" else "stash"
+    method = StaleWeights(backward=rule, accumulate=accumulate)
+    settings = {"stages": 3, "corrections": [made], "monitor": Monitor(every=2, probe=True)}
+    assert_same_end(*interrupted(tmp_path, "dropout", method, 6, **settings))
+
+
+def test_several_corrections_and_predictions_under_every_rule(tmp_path: Path) -> None:
+    for rule in RULES:
+        method = PipeDream(backward=rule)
+        corrections = [Predict(horizon="fitted"), SpikeCompensation(), RateByLag()]
+        settings = {"stages": 3, "corrections": corrections}
+        assert_same_end(*interrupted(tmp_path / rule, "cnn", method, 7, **settings))
+
+
+@pytest.mark.parametrize("policy", ["skip", "roll-back"])
+def test_guards_remember_what_they_have_seen(tmp_path: Path, policy: Any) -> None:
+    """A gradient that is not finite is on its way when the run is saved."""
+
+    def run(at: int | None) -> offbeat.Trainer:
+        network, batches = job_of("cnn")
+        batches = [(x.clone(), y) for x, y in batches[:STEPS]]
+        batches[5][0][0, 0, 0, 0] = float("nan")
+        guards = offbeat.Guards(nonfinite=policy, every=2)
+        settings: dict[str, Any] = {"stages": 3, "guards": guards}
+        trainer = trainer_for(network, StaleWeights(), **settings)
+        for number, (x, y) in enumerate(batches):
+            if number == at:
+                trainer.save(tmp_path, wait=True)
+                trainer = trainer_for(network, StaleWeights(), **settings)
+                assert trainer.resume(tmp_path).step == at
+            trainer.step(x, y)
+        trainer.flush()
+        return trainer
+
+    theirs, ours = run(None), run(7)
+    assert_same_bits(ours.state_dict(), theirs.state_dict())
+    assert list(map(repr, ours.updates)) == list(map(repr, theirs.updates))  # nan is not nan
+    assert any(update.outcome != "applied" for update in ours.updates)
 
 
 @pytest.mark.parametrize("at", range(STEPS))

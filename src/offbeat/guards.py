@@ -139,6 +139,12 @@ class Updates:
     def to_bytes(self) -> bytes:
         return b"".join(column.tobytes() for column in self._columns)
 
+    def go_on_from(self, data: bytes) -> None:
+        """Takes what :meth:`to_bytes` gave in place of everything so far."""
+        for column in self._columns:
+            del column[:]
+        self.add_bytes(data)
+
     def add_bytes(self, data: bytes) -> None:
         """Appends what another process's :meth:`to_bytes` gave."""
         count = len(data) // sum(column.itemsize for column in self._columns)
@@ -174,6 +180,25 @@ class Guard:
         self._read: dict[int, int] = {}
         self._waiting: list[int] = []
         self._dropped_in_a_row = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """All it remembers, as plain values and tensors."""
+        return {
+            "read": [list(pair) for pair in self._read.items()],
+            "waiting": list(self._waiting),
+            "dropped_in_a_row": self._dropped_in_a_row,
+            "warned": self._warned,
+            "copies": [copy.snapshot() for copy in self._copies],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.forget()
+        self._read.update(dict(state["read"]))
+        self._waiting = list(state["waiting"])
+        self._dropped_in_a_row, self._warned = state["dropped_in_a_row"], state["warned"]
+        for words in state["copies"]:
+            self._copies.append(_Copy(self._stage, None, whole=False))
+            self._copies[-1].restore(words)
 
     # ---------------------------------------------------------------- told by the worker
 
@@ -336,6 +361,26 @@ class _Copy:
 
     def _statistics(self) -> list[Tensor]:
         return [b for module in self._stage.modules for b in module.buffers()]
+
+    def snapshot(self) -> dict[str, Any]:
+        number = {id(p): n for n, p in enumerate(self._stage.parameters)}
+        return {
+            "version": self.version,
+            "buffers": list(self._buffers),
+            "weights": list(self._weights),
+            "states": [
+                [[number[id(parameter)], deepcopy(state)] for parameter, state in states.items()]
+                for states in self._states
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.version, self._buffers = state["version"], state["buffers"]
+        self._weights = state["weights"]
+        parameters = self._stage.parameters
+        self._states = [
+            {parameters[number]: of for number, of in states} for states in state["states"]
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:

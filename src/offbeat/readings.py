@@ -63,13 +63,18 @@ class Readings:
     @classmethod
     def from_bytes(cls, data: bytes) -> Readings:
         made = cls()
-        count = len(data) // sum(column.itemsize for column in made._columns)
+        made.go_on_from(data)
+        return made
+
+    def go_on_from(self, data: bytes) -> None:
+        """Takes what :meth:`to_bytes` gave in place of everything so far."""
+        count = len(data) // sum(column.itemsize for column in self._columns)
         place = 0
-        for column in made._columns:
+        for column in self._columns:
             size = count * column.itemsize
+            del column[:]
             column.frombytes(data[place : place + size])
             place += size
-        return made
 
     @classmethod
     def merged(cls, parts: Iterable[Readings]) -> Readings:

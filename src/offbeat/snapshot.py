@@ -58,6 +58,7 @@ def take(stage: Stage) -> State:
         "flights": [
             _flight_state(batch, flight, memory) for batch, flight in stage._flights.items()
         ],
+        "corrector": stage.corrector.snapshot(),
         "habits": _habits(stage),
     }
 
@@ -96,6 +97,7 @@ def _flight_state(batch: int, flight: Flight, memory: "_Memory") -> State:
         "given": flight.given,
         "target": flight.target,
         "scale": flight.scale,
+        "lent": flight.lent,
         # Under recompute there is no graph before the backward.
         "leaves": flight.leaves,
         "saved": [memory.words(saved) for saved in _in_order(flight.graph)],
@@ -162,7 +164,8 @@ def put_back(stage: Stage, state: State) -> None:
 
     Weights and buffers are written where they lie.
     """
-    stage.discard()
+    stage._flights.clear()
+    stage._old.clear()
     memory = _Memory(stage)
     # One pass, so that what shared memory in the file shares it on the device; optimizers know
     # themselves where their state belongs.
@@ -176,6 +179,7 @@ def put_back(stage: Stage, state: State) -> None:
     for scheduler, found in zip(stage.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(found)
     stage._old.update(dict(state["old"]))
+    stage.corrector.restore(state["corrector"])
     _take_habits(stage, state["habits"])
     with WrittenBuffers(stage.modules).restored():
         for found in state["flights"]:
@@ -242,6 +246,7 @@ def _flight_of(stage: Stage, state: State, memory: _Memory) -> Flight:
         given=state["given"],
         target=state["target"],
         scale=state["scale"],
+        lent=state["lent"],
     )
     if state["graph"]:
         leaves = nest.replace(state["leaves"], lambda t: t.detach().requires_grad_(t.requires_grad))

@@ -73,6 +73,11 @@ class Checkpoints:
             raise CheckpointError(
                 "there is nothing to save yet: the first step makes the stages. Save after it."
             )
+        if trainer._streams is not None and not drain:
+            raise CheckpointError(
+                "engine='streams' keeps batches in flight in memory of CUDA graphs, which cannot be"
+                " stored exactly: save with drain=True."
+            )
         if folder not in self._folders:
             refuse_strange(folder)
             self._folders.add(folder)
@@ -145,6 +150,10 @@ class Checkpoints:
             "cuts": None if trainer.cuts is None else list(trainer.cuts),
             "replicas": trainer.replicas,
             "averaging": describe(trainer.averaging),
+            "corrections": [describe(correction) for correction in trainer.corrections],
+            "monitor": describe(trainer._monitor),
+            "guards": describe(trainer._guards),
+            "compile": trainer._recipe.compile,
             "processes": trainer.mesh_size,
             "seed": trainer._recipe.seed,
             "clip": trainer._clip,
@@ -178,9 +187,9 @@ class Checkpoints:
         return {
             "place": trainer._place(),
             "first": trainer._first,
-            "ledger": torch.frombuffer(bytearray(trainer._ledger.to_bytes()), dtype=torch.uint8)
-            if len(trainer._ledger)
-            else torch.empty(0, dtype=torch.uint8),
+            "ledger": _as_tensor(trainer._ledger.to_bytes()),
+            "readings": _as_tensor(trainer._readings.to_bytes()),
+            "updates": _as_tensor(trainer._updates.to_bytes()),
             "clock": time.time() - time.perf_counter(),
             "generators": generator_states(trainer._device),
         }
@@ -212,7 +221,7 @@ class Checkpoints:
             return Resumed()
         assert found.manifest is not None
         self._compare(found)
-        with trainer._stopping_on_error(), torch.enable_grad():
+        with trainer._stopping_on_error(), trainer._joined(), torch.enable_grad():
             if found.manifest["kind"] == "exact":
                 self._resume_exactly(found)
             else:
@@ -330,6 +339,8 @@ class Checkpoints:
             trainer._follow(worker, *state["began_at"])
             _restore_worker(worker, state, trainer._device, shift_s)
         trainer._ledger.go_on_from(process["ledger"].numpy().tobytes(), shift_s)
+        trainer._readings.go_on_from(process["readings"].numpy().tobytes())
+        trainer._updates.go_on_from(process["updates"].numpy().tobytes())
         set_generators(process["generators"], trainer._device)
 
     def _resume_drained(self, found: Found) -> None:
@@ -359,6 +370,12 @@ class Checkpoints:
             trainer._when_built = take_over
 
 
+def _as_tensor(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def _name(replica: int, stage: int) -> str:
     return f"replica-{replica}-stage-{stage}.safetensors"
 
@@ -369,6 +386,10 @@ _NAMES = {
     "cuts": "cuts",
     "replicas": "a number of replicas of",
     "averaging": "averaging",
+    "corrections": "corrections",
+    "monitor": "monitor",
+    "guards": "guards",
+    "compile": "compile",
     "processes": "a number of processes of",
     "seed": "seed",
     "clip": "clip",
@@ -410,6 +431,7 @@ def _worker_state(worker: Worker) -> State:
         "stage": stage.snapshot(),
         "began_at": worker.began_at,
         "averager": None if worker.averager is None else worker.averager.snapshot(),
+        "guard": worker.guard.snapshot(),
         "messages": [
             [tuple(key), tuple(message) if key.what in _TYPES else message]
             for key, message in messages.items()
@@ -419,7 +441,8 @@ def _worker_state(worker: Worker) -> State:
 
 def _restore_worker(worker: Worker, state: State, device: torch.device, shift_s: float) -> None:
     worker.stage.restore(state["stage"])
-    moved = on_device({name: state[name] for name in ("averager", "messages")}, device)
+    moved = on_device({name: state[name] for name in ("averager", "messages", "guard")}, device)
+    worker.guard.restore(moved["guard"])
     if worker.averager is not None:
         worker.averager.restore(moved["averager"])
     for words, content in moved["messages"]:

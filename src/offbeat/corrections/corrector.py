@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -277,6 +278,44 @@ class Corrector:
         """Weights were loaded from elsewhere: nothing of the past counts."""
         self.forget_flights()
         self._hooks, self._watch = [], None
+
+    def snapshot(self) -> dict[str, Any]:
+        """All it remembers, of batches in flight too, as plain values and tensors."""
+        return {
+            "memory": [tensor.detach().clone() for tensor in self._memory()],
+            "read": None if self._read is None else self._read.snapshot(),
+            "flights": [[batch, self._words(flight)] for batch, flight in self._flights.items()],
+            "applied": [self._words(flight) for flight in self._applied],
+            "last_read": self._last_read,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Puts back what :meth:`snapshot` took; the fill must have begun already."""
+        with torch.no_grad():
+            for tensor, value in zip(self._memory(), state["memory"], strict=True):
+                tensor.copy_(value)
+        if self._read is not None:
+            self._read.restore(state["read"])
+        self._flights = {batch: self._flight_of(words) for batch, words in state["flights"]}
+        self._applied = [self._flight_of(words) for words in state["applied"]]
+        self._last_read = state["last_read"]
+
+    def _memory(self) -> list[Tensor]:
+        return [t for hook in self._hooks for of in hook.memory().values() for t in of]
+
+    def _words(self, flight: _Flight) -> list[Any]:
+        kept: Any = flight.weights
+        place = None if self._read is None or kept is None else self._read.place_of(kept)
+        return [flight.version, place, None if kept is None or place is not None else list(kept),
+                None if flight.judged is None else list(flight.judged)]  # fmt: skip
+
+    def _flight_of(self, words: list[Any]) -> _Flight:
+        version, place, weights, judged = words
+        kept = None if weights is None else tuple(weights)
+        if place is not None:
+            assert self._read is not None
+            kept = self._read.at(place)
+        return _Flight(version, kept, None if judged is None else (judged[0], judged[1]))
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the corrections remember, complete when nothing is in flight."""

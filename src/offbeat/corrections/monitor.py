@@ -78,6 +78,9 @@ class Watch(Hook):
         step = self.sample.of(self._parameters) - self.sample.of(before)
         self._moved.copy_(step.square().sum())
 
+    def memory(self) -> dict[str, Tensors]:
+        return {"watch": (self._gradient, self._moved, self._squares)}
+
     def readings(self) -> Iterator[tuple[What, float]]:
         """The values of now, read back from the device."""
         change, moved, predicted, unpredicted = self._squares.tolist()

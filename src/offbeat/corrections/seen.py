@@ -1,6 +1,7 @@
 """The weights that forwards have read, for corrections that compare them with the newest."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,24 @@ class ReadWeights:
 
     def forget(self) -> None:
         self._versions = [None] * len(self._versions)
+
+    def at(self, place: int) -> Tensors:
+        return self._copies[place]
+
+    def place_of(self, kept: Tensors) -> int | None:
+        """Where a copy lies; None if it is none of these."""
+        return next((place for place, copy in enumerate(self._copies) if copy is kept), None)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "versions": list(self._versions),
+            "copies": [[tensor.clone() for tensor in copy] for copy in self._copies],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._versions = list(state["versions"])
+        for copy, values in zip(self._copies, state["copies"], strict=True):
+            torch._foreach_copy_(copy, values)
 
 
 def with_gradients(
