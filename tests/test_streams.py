@@ -32,12 +32,15 @@ from offbeat import trainer as trainer_module
 from offbeat.averaging import AllReduce
 from offbeat.corrections import CORRECTIONS, Predict
 from offbeat.errors import ConfigurationError, GuardError, StageError
-from offbeat.graphs import GraphStage
+from offbeat.experiment import Experiment
+from offbeat.graphs import GraphStage, _counts_on_device
 from offbeat.guards import Guards
 from offbeat.lanes import NotRecordable
 from offbeat.ledger import Ledger
 from offbeat.methods import ADL, DSP, METHODS, Phases, PipeDream, StaleWeights, Synchronous
+from offbeat.optimizers import Muon
 from offbeat.rng import seeded
+from offbeat.training import optimizer_factory
 from offbeat.transport.memory import Memory
 
 CPU = torch.device("cpu")
@@ -389,3 +392,32 @@ def test_more_stages_than_queues_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(one is other for one, other in found.lanes)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert all(one is not other for one, other in streams.Streams(9, CPU, Ledger()).lanes)
+
+
+# ------------------------------------------------------------------------- optimizers
+
+
+def test_muon_with_a_rate_on_the_device_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the orthogonalisation: it multiplies in bfloat16, which not every CPU can."""
+    monkeypatch.setattr(
+        torch.optim._muon, "_zeropower_via_newtonschulz", lambda update, *_: update.sign()
+    )
+    states = []
+    for make, rate in ((torch.optim.Muon, 0.02), (Muon, 0.02), (Muon, torch.tensor(0.02).double())):
+        weight = nn.Parameter(torch.arange(12.0, dtype=torch.float64).reshape(3, 4) / 7)
+        optimizer = make([weight], lr=rate, weight_decay=0.1)  # type: ignore[arg-type]
+        for number in range(4):
+            weight.grad = torch.cos(weight.detach() * (number + 1))
+            optimizer.step()
+        states.append(weight.detach())
+    assert torch.equal(states[0], states[1])
+    torch.testing.assert_close(states[2], states[0], rtol=1e-6, atol=0.0)
+
+
+def test_optimizers_of_the_command_line_can_be_recorded() -> None:
+    for name in ("sgd", "adam", "adamw", "muon"):
+        experiment = Experiment.read({"optimizer": name, "engine": "streams", "lr": 0.01})
+        made = optimizer_factory(experiment)([nn.Parameter(torch.ones(2, 2))])
+        for optimizer in made if isinstance(made, list) else [made]:
+            assert _counts_on_device(optimizer)
+            assert torch.is_tensor(optimizer.param_groups[0]["lr"])

@@ -102,7 +102,7 @@ class Experiment:
     )  # fmt: skip
     monitor: bool = _help("Read how stale each stage is, and probe at every evaluation.", False)
     hybrid: int | None = _help("Epochs of the method; synchronous training follows.", None)
-    stages: int | None = _help("How many stages, cut by counted cost.", None)
+    stages: int | None = _help("How many stages, cut where their cost balances.", None)
     cuts: tuple[str, ...] = _help("Children or paths at which stages begin, as in 4,9.", ())
     ppv: tuple[int, ...] = _help("Weighted layers after which stages end, as in 2,5.", ())
     replicas: int = _help("Copies of the model, each on its part of every batch.", 1)
@@ -133,7 +133,11 @@ class Experiment:
     augment: bool = _help("Random crops and flips where the data has them.", True)
     seed: int = _help("Of weights, order, augmentation and dropout.", 0)
     device: str = _help("As in cpu or cuda.", "cpu")
-    engine: str | None = _help("serial or processes; by default as started.", None)
+    engine: str | None = _help(
+        "serial, processes or streams (side by side on one GPU); by default as started.", None
+    )
+    balance: str = _help("How --stages cuts: by counted arithmetic or by measured time.", "counted")
+    compile: bool = _help("Every stage through torch.compile.", False)
     autocast: bool = _help("Forward passes in bfloat16 where PyTorch allows.", False)
     evaluate_every: int = _help("Epochs between evaluations.", 1)
     save_every: int | None = _help("Steps between checkpoints, for --resume.", None)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, _muon
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat.errors import ConfigurationError
@@ -14,6 +14,38 @@ from offbeat.stage import Stage
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon with a learning rate that may be a tensor on the device.
+
+    The streams engine can then record its steps while a schedule changes the rate. With a number
+    for a rate it is PyTorch's.
+    """
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            group["capturable"] = True  # it counts nothing
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not any(isinstance(group["lr"], Tensor) for group in self.param_groups):
+            return super().step(closure)  # type: ignore[no-untyped-call]
+        assert closure is None, "a stage gives gradients, not a closure"
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+            self._init_group(group, *lists)
+            for weight, gradient, velocity in zip(*lists, strict=True):
+                velocity.lerp_(gradient, 1 - momentum)
+                way = gradient.lerp(velocity, momentum) if group["nesterov"] else velocity
+                way = _muon._zeropower_via_newtonschulz(
+                    way, group["ns_coefficients"], group["ns_steps"], group["eps"]
+                )
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.sub_(way * _muon._adjust_lr(rate, group["adjust_lr_fn"], weight.shape))
+        return None
 
 
 def attach_optimizers(

@@ -27,6 +27,7 @@ from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.guards import Guards, Updates
 from offbeat.methods import Method, Phases, Synchronous, method_named
+from offbeat.optimizers import Muon
 from offbeat.planning import Auto, settings_of
 from offbeat.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
 from offbeat.trainer import Trainer
@@ -205,6 +206,8 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         seed=experiment.seed,
         autocast=torch.bfloat16 if experiment.autocast else None,
         engine=experiment.engine,  # type: ignore[arg-type]  # checked by the trainer
+        balance=experiment.balance,  # type: ignore[arg-type]
+        compile=experiment.compile,
     )
 
 
@@ -260,6 +263,8 @@ def optimizer_factory(
 ) -> Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]]:
     """One optimizer per stage; Muon gets the matrices and AdamW the rest."""
     lr, decay, momentum = experiment.lr, experiment.weight_decay, experiment.momentum
+    # CUDA graphs read a rate that changes from the device; corrections need it on the host.
+    recorded = experiment.engine == "streams" and not experiment.correction
 
     def checked(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
         try:
@@ -271,19 +276,24 @@ def optimizer_factory(
             ) from None
 
     def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+        rate: Any = torch.tensor(lr, device=params[0].device) if recorded else lr
         if experiment.optimizer == "sgd":
-            return torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=decay)
+            fused = True if recorded else None
+            return torch.optim.SGD(
+                params, lr=rate, momentum=momentum, weight_decay=decay, fused=fused
+            )
         if experiment.optimizer == "adam":
-            return torch.optim.Adam(params, lr=lr, weight_decay=decay)
+            return torch.optim.Adam(params, lr=rate, weight_decay=decay, capturable=recorded)
         if experiment.optimizer == "adamw":
-            return torch.optim.AdamW(params, lr=lr, weight_decay=decay)
+            return torch.optim.AdamW(params, lr=rate, weight_decay=decay, capturable=recorded)
         matrices = [p for p in params if p.dim() == 2]
         others = [p for p in params if p.dim() != 2]
         made: list[Optimizer] = []
         if matrices:
-            made.append(torch.optim.Muon(matrices, lr=lr, momentum=momentum, weight_decay=decay))
+            made.append(Muon(matrices, lr=rate, momentum=momentum, weight_decay=decay))
         if others:
-            made.append(torch.optim.AdamW(others, lr=lr, weight_decay=decay))
+            rest = torch.optim.AdamW(others, lr=rate, weight_decay=decay, capturable=recorded)
+            made.append(rest)
         return made
 
     return checked

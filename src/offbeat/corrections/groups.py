@@ -35,8 +35,7 @@ class Group:
 
     @property
     def lr(self) -> float:
-        rate: float = self._settings["lr"]
-        return rate
+        return float(self._settings["lr"])
 
     @property
     def momentum(self) -> float | None:
