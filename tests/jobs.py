@@ -455,3 +455,11 @@ def outlive(
     assert len(trainer.memory()) == stages
     assert len(trainer.ledger.losses(stages - 1, trainer.rank // stages)) == 12
     return {"state": trainer.state_dict(), "evaluation": evaluation, "said": said}
+
+
+def disagree_about_death() -> None:
+    import os
+
+    network, _ = job_of("cnn")
+    when = "go on" if os.environ["RANK"] == "0" else "stop"
+    trainer_for(network, replicas=2, averaging=DaSGD(2, 1), when_replica_dies=when)

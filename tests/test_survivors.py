@@ -219,6 +219,12 @@ def test_without_losses_nothing_changes() -> None:
         assert result["said"] == []
 
 
+def test_all_must_have_been_told_the_same() -> None:
+    words = r"when_replica_dies differs between processes: go on on rank 0, stop on rank 1"
+    with pytest.raises(ConfigurationError, match=words):
+        offbeat.launch(jobs.disagree_about_death, 2, timeout_s=60)
+
+
 def test_when_all_fail_the_first_error_is_raised() -> None:
     with pytest.raises(ValueError, match="a planned mistake"):
         offbeat.launch(jobs.raise_on, 1, 0, go_on=True)
