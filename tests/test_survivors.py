@@ -27,7 +27,6 @@ from offbeat.processes.wire import Arrival
 from offbeat.rng import seed_for
 from offbeat.transport import Gathered, Key
 
-
 pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
 
 
