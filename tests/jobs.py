@@ -428,7 +428,7 @@ def outlive(
     """Trains until the end without the process that kills itself in step ``at``.
 
     ``delay_s``: None dies before the step, when all that it has to send is sent; otherwise so many
-    seconds after the step's beginning.
+    seconds after the step's beginning; -1 raises an error in place of it.
     """
     import logging
     import os
@@ -458,13 +458,25 @@ def outlive(
 
     for number, (x, y) in enumerate(trainer.batches(batches)):
         if trainer.rank == dies and number == at:
+            if delay_s == -1:
+                raise ValueError("a planned mistake")
             if delay_s is None:
                 time.sleep(1.0)
                 die()
             threading.Timer(delay_s or 0.0, die).start()
+        if delay_s == -1:
+            time.sleep(0.3)  # so that a note about the error would be read in time
         trainer.step(x, y)
     evaluation = trainer.evaluate(batches)
     trainer.flush()
     assert len(trainer.memory()) == stages
     assert len(trainer.ledger.losses(stages - 1, trainer.rank // stages)) == 12
     return {"state": trainer.state_dict(), "evaluation": evaluation, "said": said}
+
+
+def disagree_about_death() -> None:
+    import os
+
+    network, _ = job_of("cnn")
+    when = "go on" if os.environ["RANK"] == "0" else "stop"
+    trainer_for(network, replicas=2, averaging=DaSGD(2, 1), when_replica_dies=when)

@@ -273,6 +273,7 @@ def calm(flag: str) -> bool:
 @example({"milestones": "x"})
 @example({"warmup": "-5"})
 @example({"max_steps": "0"})
+@example({"milestones": "nan"})
 def test_any_training_runs_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, options: dict[str, str]
 ) -> None:
@@ -292,7 +293,7 @@ def test_any_training_runs_or_is_refused(
     code = assert_answered("train", *(flag.replace("_", "-") for flag in flags), "--out", str(out))
     if code == 0:
         assert Run.load(out).summary["status"] == "finished"
-        assert Run.load(out).summary["steps"] == int(options["max_steps"])
+        assert 1 <= Run.load(out).summary["steps"] <= int(options["max_steps"])
 
 
 tables = st.dictionaries(

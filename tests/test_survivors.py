@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import random
 import subprocess
+from functools import partial
+from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,13 @@ import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trainer_for, vector_batches
 from offbeat.averaging import AllReduce, Averaging, DaSGD, EagerDiLoCo, LocalSGD
 from offbeat.errors import ConfigurationError, WorkerLost
+from offbeat.processes import survivors
+from offbeat.processes.survivors import Survivors
+from offbeat.processes.wire import Arrival
 from offbeat.rng import seed_for
+from offbeat.transport import Gathered, Key
+
+pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
 
 
 def left_behind() -> list[str]:
@@ -32,7 +42,7 @@ def survivors_of(
 ) -> list[dict[str, Any]]:
     found = offbeat.launch(
         jobs.outlive, replicas * stages, averaging, replicas, stages, dies, at, delay_s,
-        timeout_s=90, go_on=True,
+        timeout_s=200, go_on=True,
     )  # fmt: skip
     assert left_behind() == []
     lost = range(dies // stages * stages, dies // stages * stages + stages)
@@ -87,7 +97,106 @@ def test_a_replica_of_two_stages_goes_as_a_whole() -> None:
     assert all("replica 1 is gone" in result["said"][0] for result in found)
 
 
-@pytest.mark.timeout(300)
+def test_an_error_in_one_replica_ends_that_one_alone() -> None:
+    found = survivors_of(LocalSGD(2), 2, 2, dies=2, at=5, delay_s=-1)
+    assert_same_bits(found[0]["state"], found[1]["state"])
+
+
+# ------------------------------------------------------------------------- agreement, simulated
+
+
+class Network:
+    """Replicas of one stage over links that deliver in order, one message at a time, or die."""
+
+    def __init__(self, replicas: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.draw = random.Random(seed)
+        self.links: dict[tuple[int, int], list[Any]] = {}
+        self.arrived: dict[tuple[int, int], Any] = {}
+        self.lost: dict[tuple[int, int], Any] = {}
+        self.alive = set(range(replicas))
+        self.averages: list[dict[int, list[float]]] = [{} for _ in range(replicas)]
+        self.started = [0] * replicas
+        monkeypatch.setattr(survivors, "Outgoing", self._outgoing)
+        monkeypatch.setattr(survivors, "Incoming", self._incoming)
+        links: Any = {pair: pair for pair in permutations(range(replicas), 2)}
+        self.stages = [
+            Survivors(
+                0, replica, range(replicas), links,
+                device=torch.device("cpu"),
+                deliver=partial(self._delivered, replica),
+                declare_dead=lambda _: None,
+            )
+            for replica in range(replicas)
+        ]  # fmt: skip
+
+    def _outgoing(self, _rank: int, link: tuple[int, int], _lost: Any) -> Any:
+        sent = self.links.setdefault(link, [])
+        return SimpleNamespace(parcels=SimpleNamespace(put=sent.append), start=lambda: None)
+
+    def _incoming(self, _rank: int, link: Any, _window: None, arrived: Any, lost: Any) -> Any:
+        self.arrived[link], self.lost[link] = arrived, lost
+        return SimpleNamespace(start=lambda: None)
+
+    def _delivered(self, replica: int, key: Key, gathered: Gathered) -> None:
+        self.averages[replica][key.batch] = [float(parts[0]) for parts in gathered.parts]
+
+    def start(self, replica: int) -> None:
+        number = self.started[replica]
+        self.started[replica] += 1
+        part = torch.full((40,), replica + 10.0 * number)[:1]
+        self.stages[replica].gather(Key("weights", 0, number), [part])
+
+    def carry(self, link: tuple[int, int]) -> None:
+        arrival = Arrival(self.links[link].pop(0).header)
+        self.arrived[link](arrival)
+
+    def kill(self, replica: int) -> None:
+        """Any number of its last messages never arrive."""
+        self.alive.discard(replica)
+        for (sender, _), sent in self.links.items():
+            if sender == replica:
+                del sent[self.draw.randint(0, len(sent)) :]
+                sent.append(None)
+
+    def choices(self, rounds: int, ahead: int) -> list[Any]:
+        found: list[Any] = []
+        for link, sent in self.links.items():
+            if sent and link[1] in self.alive:
+                broken = partial(self.lost[link], link[0], RuntimeError("closed"))
+                found.append(partial(self.carry, link) if sent[0] else lambda s=sent, b=broken: (
+                    s.pop(0), b()
+                ))  # fmt: skip
+        for replica in self.alive:
+            waits_for = self.started[replica] - 1 - ahead
+            if self.started[replica] < rounds and (
+                waits_for < 0 or waits_for in self.averages[replica]
+            ):
+                found.append(partial(self.start, replica))
+        return found
+
+
+@pytest.mark.parametrize("deaths", [0, 1, 2, 3])
+def test_all_who_are_left_agree_whatever_had_arrived(
+    deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any order of messages and deaths: the same parts in every average, and nobody waits."""
+    logging.getLogger("offbeat").disabled = True
+    for seed in range(300):
+        network = Network(4, seed, monkeypatch)
+        to_die = network.draw.sample(range(4), deaths)
+        while choices := network.choices(rounds=6, ahead=seed % 2):
+            network.draw.choice(choices)()
+            if to_die and network.draw.random() < 0.03:
+                network.kill(to_die.pop())
+        left = sorted(network.alive)
+        for replica in left:
+            assert list(network.averages[replica]) == list(range(6)), (seed, replica)
+            assert network.averages[replica] == network.averages[left[0]], (seed, replica)
+            for number, parts in network.averages[replica].items():
+                assert {other + 10.0 * number for other in left} <= set(parts), (seed, number)
+    logging.getLogger("offbeat").disabled = False
+
+
 def test_kills_at_any_moment_leave_survivors_that_agree() -> None:
     draw = random.Random(7)
     averagings: list[Averaging] = [AllReduce(), DaSGD(2, 1), LocalSGD(1, compress="int8")]
@@ -100,7 +209,7 @@ def test_kills_at_any_moment_leave_survivors_that_agree() -> None:
 
 def test_without_losses_nothing_changes() -> None:
     """The edges between pairs give the bits of the collective, and of one process."""
-    found = offbeat.launch(jobs.outlive, 2, DaSGD(3, 1), 2, 1, -1, 0, None, timeout_s=90)
+    found = offbeat.launch(jobs.outlive, 2, DaSGD(3, 1), 2, 1, -1, 0, None, timeout_s=200)
     network, batches = jobs.dropout_net(), vector_batches(12, rows=12, dtype=torch.float32)
     trainer = trainer_for(network, replicas=2, averaging=DaSGD(3, 1), seed=3)
     for x, y in batches:
@@ -109,6 +218,12 @@ def test_without_losses_nothing_changes() -> None:
     for result in found:
         assert_same_bits(result["state"], trainer.state_dict())
         assert result["said"] == []
+
+
+def test_all_must_have_been_told_the_same() -> None:
+    words = r"when_replica_dies differs between processes: go on on rank 0, stop on rank 1"
+    with pytest.raises(ConfigurationError, match=words):
+        offbeat.launch(jobs.disagree_about_death, 2, timeout_s=60)
 
 
 def test_when_all_fail_the_first_error_is_raised() -> None:

@@ -201,6 +201,13 @@ class Experiment:
         return found
 
 
+def _number(value: Any) -> float:
+    number = float(value)
+    if number != number:
+        raise ValueError
+    return number
+
+
 def _typed(kind: Any, value: Any, name: str) -> Any:
     """A value as its field holds it; text from the command line is read."""
     if isinstance(kind, UnionType):
@@ -213,10 +220,12 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
                 value = {"name": value["name"], **value["settings"]}
             return Choice.read(value, name)
         if get_origin(kind) is tuple:
-            inner = get_args(kind)[0]
+            inner = _number if get_args(kind)[0] is float else get_args(kind)[0]
             if inner is Choice:
                 listed = [value] if isinstance(value, str | Mapping | Choice) else list(value)
                 return tuple(_typed(Choice, part, name) for part in listed)
+            if isinstance(value, Mapping):
+                raise ValueError
             parts = value.split(",") if isinstance(value, str) else list(value)
             return tuple(inner(str(part).strip()) for part in parts if str(part).strip())
         if kind is bool:
@@ -226,7 +235,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         if kind is int and not isinstance(value, bool):
             return int(str(value))
         if kind is float and not isinstance(value, bool):
-            return float(value)
+            return _number(value)
         if get_origin(kind) is Literal or kind is str:
             return str(value)
     except ConfigurationError:

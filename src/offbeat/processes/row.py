@@ -85,16 +85,25 @@ class Processes:
             for k in range(stages - 1)
             for here, there in ((k, k + 1), (k + 1, k))
         }
-        pairs = {
-            (k, here, there): _new_group(sorted((here * stages + k, there * stages + k)))
-            for k in range(stages if outlive else 0)
-            for here, there in itertools.permutations(range(replicas), 2)
-        }
         # Whose ledgers and the like are put together: whoever cannot die without this process.
         self._company = self._row if outlive else list(range(self.size))
         self._company_group = self._row_group if outlive else self._everyone
         name = self._everyone.group_name
         self._board = Board(self.rank, self.size, name, stages if outlive else None)
+        # Before groups that only some would make.
+        self.agree(
+            {
+                "when_replica_dies": (
+                    "go on" if outlive else "stop",
+                    "Give every process the same.",
+                )
+            }
+        )
+        pairs = {
+            (k, here, there): _new_group(sorted((here * stages + k, there * stages + k)))
+            for k in range(stages if outlive else 0)
+            for here, there in itertools.permutations(range(replicas), 2)
+        }
         self.transport = Edges(
             self.stage,
             self._row,
