@@ -371,8 +371,6 @@ class Trainer:
             index = worker.stage.index
             fill = Fill(
                 lag=schedule.lags[index],
-                rule=method.rule,
-                reads_old_versions=schedule.kept_versions(index) > 0,
                 micro_batches=schedule.micro_batches,
                 first_batch=self._next_batch,
                 first_update=worker.stage.version,
