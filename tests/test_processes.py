@@ -151,7 +151,7 @@ def test_methods_are_described_alike_in_every_process() -> None:
     phases = Phases((DGL(head=lambda activation, output: None), 3), (DSP(hop=1), None))
     assert "0x" in str(phases)
     assert "0x" not in describe(phases)
-    assert "DSP(backward=recompute, accumulate=1, lag=None, hop=1)" in describe(phases)
+    assert "DSP(backward=recompute, accumulate=1, cap=None, lag=None, hop=1)" in describe(phases)
 
 
 def test_loaders_shuffled_differently_are_caught() -> None:

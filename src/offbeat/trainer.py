@@ -440,8 +440,6 @@ class Trainer:
         stage = worker.stage
         fill = Fill(
             lag=schedule.lags[stage.index],
-            rule=method.rule,
-            reads_old_versions=schedule.kept_versions(stage.index) > 0,
             micro_batches=schedule.micro_batches,
             first_batch=first_batch,
             first_update=stage.version if first_update is None else first_update,

@@ -34,9 +34,6 @@ class Surroundings:
     stages: int
     lag: int
     """The stage's largest lag, once the pipe is full."""
-    rule: Rule
-    reads_old_versions: bool
-    """Whether forwards ask for weights older than the newest (PipeDream-2BW)."""
     parameters: tuple[nn.Parameter, ...]
     """Those that train."""
     groups: Sequence[Group] = field(default=())

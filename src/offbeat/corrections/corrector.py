@@ -14,7 +14,6 @@ from offbeat.corrections.groups import Group, Tensors, groups_of
 from offbeat.corrections.monitor import Monitor, Watch
 from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Rule
 from offbeat.readings import What
 
 
@@ -24,18 +23,11 @@ class Fill:
 
     lag: int
     """The largest of the stage, in updates."""
-    rule: Rule
-    reads_old_versions: bool
     micro_batches: int
     first_batch: int
     """The number of the fill's first micro-batch."""
     first_update: int
     """The version of the stage's weights when it starts."""
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """All but where it starts."""
-        return self.lag, self.rule, self.reads_old_versions, self.micro_batches
 
 
 @dataclass(frozen=True)
@@ -94,8 +86,8 @@ class Corrector:
         if fill.lag == 0 or not self._parameters or idle:
             self._hooks, self._watch = [], None
             return
-        same = before is not None and before.shape == fill.shape
-        if not same or not self._hooks:
+        sizes = (fill.lag, fill.micro_batches)
+        if not self._hooks or before is None or sizes != (before.lag, before.micro_batches):
             self._make_hooks(fill, optimizers)
         if self._loaded:
             self._take_loaded()
@@ -106,8 +98,6 @@ class Corrector:
             stage=self._stage,
             stages=self._stages,
             lag=fill.lag,
-            rule=fill.rule,
-            reads_old_versions=fill.reads_old_versions,
             parameters=self._parameters,
             groups=self._groups,
         )

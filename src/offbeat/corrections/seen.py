@@ -18,7 +18,6 @@ class ReadWeights:
         self._parameters = parameters
         self._copies = [tuple(torch.zeros_like(p) for p in parameters) for _ in range(lag + 1)]
         self._versions: list[int | None] = [None] * (lag + 1)
-        self._micro_batches = micro_batches
         self._mean = tuple(torch.zeros_like(p) for p in parameters) if micro_batches > 1 else ()
 
     def keep(self, version: int, values: Sequence[Tensor] | None) -> Tensors:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
-from offbeat.corrections.groups import Group, Tensors
+from offbeat.corrections.groups import Tensors
 from offbeat.errors import ConfigurationError
 
 
@@ -51,11 +51,15 @@ class Spike(Hook):
         self._newest: list[tuple[tuple[nn.Parameter, ...], Tensors]] = []
 
     def numbers(self, moment: Moment) -> Numbers:
-        """Per group the rate times the share ``1 - a`` that the newest gradient takes over."""
+        """Per group the rate times ``1 - a``, and the factor that makes g comparable with v."""
         lag = moment.lag if self._most is None else min(moment.lag, self._most)
         if lag == 0:
             return ()
-        return [group.lr * (1 - _momentum(group) ** lag) for group in self._groups]
+        found: list[float] = []
+        for group in self._groups:
+            momentum = group.momentum or 0.0
+            found += [group.lr * (1 - momentum**lag), 1 / (1 - momentum) if group.is_sgd else 1.0]
+        return found
 
     def before_step(self, numbers: Numbers) -> None:
         # With the weight decay of the weights as they are before the step.
@@ -63,21 +67,14 @@ class Spike(Hook):
 
     def after_step(self, numbers: Numbers, before: Tensors | None) -> None:
         del before
-        for group, amount, (parameters, gradients) in zip(
-            self._groups, numbers, self._newest, strict=bool(numbers)
-        ):
+        for place, (parameters, gradients) in enumerate(self._newest):
             if not parameters:
                 continue
+            # a v + b g = v + (1 - a) (g / (1 - m) - v); Adam's moment has its (1 - m) already.
+            group, (amount, scale) = self._groups[place], numbers[2 * place : 2 * place + 2]
             moments = group.first_moments(parameters)
-            if group.is_sgd:  # a v + b g = v + (1 - a) (g / (1 - m) - v)
-                gradients = torch._foreach_div(gradients, 1 - _momentum(group))
-            change = torch._foreach_sub(gradients, moments)
+            change = torch._foreach_sub(torch._foreach_mul(gradients, scale), moments)
             if group.is_adam:
                 change = group.over_denominator(parameters, change)
             torch._foreach_sub_(parameters, torch._foreach_mul(change, amount))
         self._newest = []
-
-
-def _momentum(group: Group) -> float:
-    assert group.momentum is not None
-    return group.momentum
