@@ -142,6 +142,8 @@ def save(trainer: Any, place: Path, step: int, plan: Plan, marks: Marks) -> None
 def become(rank: int, plan: Plan, port: int, output: Path) -> None:
     os.setpgid(0, 0)
     signal.alarm(2 * _LIMIT_S)
+    # A shell lets its background jobs ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

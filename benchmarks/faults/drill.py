@@ -29,9 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--moments", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", help="only the moments of this fault")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     plans = make_plans(given.moments, given.seed, LAYOUTS)
+    plans = [plan for plan in plans if given.fault in (None, plan["fault"])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     paths = [str(TESTS.parent / "src"), str(TESTS)]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
