@@ -24,6 +24,17 @@ from offbeat.averaging import (
     PostLocalSGD,
     StreamingDiLoCo,
 )
+from offbeat.checks import check_corrections_fit
+from offbeat.corrections import (
+    CORRECTIONS,
+    ClipPerStage,
+    Correction,
+    GapAware,
+    Predict,
+    RateByLag,
+    SpikeCompensation,
+)
+from offbeat.errors import ConfigurationError
 from offbeat.methods import (
     ADL,
     DDG,
@@ -83,6 +94,25 @@ AVERAGINGS: list[Averaging] = [
     EagerDiLoCo(3),
     CO2(3),
 ]
+
+
+CORRECTED: list[list[Correction]] = [
+    [],
+    *([correction()] for correction in CORRECTIONS if correction is not ClipPerStage),
+    [ClipPerStage(times=3.0)],
+    [Predict(horizon="fitted"), SpikeCompensation()],
+    [Predict(direction="difference"), RateByLag(), GapAware()],
+]
+
+
+def fit(corrections: list[Correction], method: Method, stages: int) -> bool:
+    """Whether a method can be corrected so."""
+    try:
+        for phase, _ in method.phases():
+            check_corrections_fit(corrections, phase, phase.schedule(stages))
+    except ConfigurationError:
+        return False
+    return True
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from checkpoint_jobs import AVERAGINGS, METHODS, fresh, job_of, reading
+from checkpoint_jobs import AVERAGINGS, CORRECTED, METHODS, fit, fresh, job_of, reading
 from kill_job import free_port, left_behind, warm_up, watch
 from offbeat.checkpoints.folder import candidates
 from offbeat.errors import CheckpointError
@@ -58,21 +58,26 @@ class Marks:
 
 
 def make_plans(count: int, seed: int, layouts: tuple[tuple[int, int, bool], ...]) -> list[Plan]:
-    """Random moments; faults, methods, averagings and layouts take turns."""
+    """Random moments; faults, methods, averagings, corrections and layouts take turns."""
     draw = random.Random(seed)
     methods, averagings = _in_turn(len(METHODS), draw), _in_turn(len(AVERAGINGS), draw)
+    corrected = _in_turn(len(CORRECTED), draw)
     plans = []
     for number in range(count):
         stages, replicas, apart = layouts[number % len(layouts)]
         method, every = next(methods), draw.choice([1, 2, 3, 5])
         if "lag=(5" in str(METHODS[method]):  # which is made for three stages
             stages, replicas = 3, 1
+        corrections = next(corrected)
+        if not fit(CORRECTED[corrections], METHODS[method], stages):
+            corrections = 0  # none
         plans.append(
             {
                 "fault": FAULTS[number // len(layouts) % len(FAULTS)],
                 "model": draw.choice(["cnn", "dropout"]),
                 "method": method,
                 "averaging": next(averagings) if replicas > 1 else None,
+                "corrections": corrections,
                 "stages": stages,
                 "replicas": replicas,
                 "processes": stages * replicas if apart else 1,
@@ -103,6 +108,7 @@ def train(plan: Plan, folder: Path, marks: Marks | None) -> None:
         stages=plan["stages"],
         replicas=plan["replicas"],
         averaging=None if averaging is None else AVERAGINGS[averaging],
+        corrections=CORRECTED[plan["corrections"]],
     )
     place = folder / "checkpoints"
     start = trainer.resume(place).step
