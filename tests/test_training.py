@@ -185,6 +185,8 @@ def test_schedules_rise_and_fall() -> None:
         (["--stages", "99", "--method", "dsp"], "99 stages, but the model has"),
         (["--device", "cuda:7"], "cuda:7"),
         (["--device", "gpu"], "device='gpu': give cpu, cuda or cuda:1"),
+        (["--engine", "streams", "--stages", "2"], "CUDA GPU (torch finds none here)"),
+        (["--balance", "guess", "--stages", "2"], "unknown balance 'guess'"),
         (["--hybrid", "3"], "hybrid=3 of epochs=1"),
         (["--config", "/no/such.toml"], "/no/such.toml cannot be read"),
         (["--data", "cifar10:download=False", "--data-folder", "/no/such"], "cifar10"),

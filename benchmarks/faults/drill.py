@@ -3,8 +3,8 @@
     python benchmarks/faults/drill.py --out benchmarks/faults/drill.jsonl
 
 Kill -9 of one process and of all, SIGTERM, Ctrl-C, a full disk, a truncated file; all methods,
-backward rules, corrections and averagings in turn; one process, a row of processes, replicas in one process and
-in four. ``tests/drill_job.py`` does the work, ``tests/test_drill.py`` is the short version.
+backward rules, corrections and averagings in turn; one process, a row of processes, replicas in one
+process and in four. ``tests/drill_job.py`` does the work, ``tests/test_drill.py`` is the short version.
 """
 
 import argparse
