@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -477,7 +477,7 @@ def outlive(
 def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) -> dict[str, Any]:
     """Trains on while the last process of replica 1 kills itself in step 5, comes back and joins.
 
-    The others take their time until it is back. ``stumbles``: its first return dies on the way.
+    The others wait until it is back. ``stumbles``: its first return dies on the way.
     """
     import logging
     import os
@@ -508,9 +508,22 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def wait_for_return() -> None:
+        """However long it takes; from the promise on, steps are what it takes."""
+        assert trainer._processes is not None
+        door = trainer._processes._door
+        while door is not None and door._promised is None and door._admission is None:
+            away = sum(("is gone" in words) - ("is back" in words) for words in said)
+            if away <= 0:
+                break
+            time.sleep(0.02)
+
     mortal = trainer.rank == 2 * stages - 1
     if mortal and stumbles and return_number() == 1:
         threading.Timer(0.2, die).start()  # the others are about to let it in
+    refusals = []
+    if trainer.behind:
+        refusals.append(refusal(lambda: trainer.evaluate(batches)))
     weights: dict[int, int] = {}
     """Digests of this stage's weights by their version."""
     steps = []
@@ -525,12 +538,11 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
             steps.append(step)
             (worker,) = trainer._workers
             weights[worker.stage.version] = checksum_of(list(worker.stage.parameters))
-            away = sum(("is gone" in words) - ("is back" in words) for words in said)
-            if away > 0 or (step == 5 and trainer.rank // stages != 1):
-                time.sleep(0.4)
+            wait_for_return()
         if not trainer.behind:
             evaluations.append(trainer.evaluate(batches))
     trainer.flush()
+    refusals.append(refusal(lambda: trainer.save("nowhere")))
     merged = [entry.version for entry in trainer.own_ledger if entry.kind == "M"]
     return {
         "state": trainer.state_dict(),
@@ -538,10 +550,19 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
         "merged": {version: weights[version] for version in merged if version in weights},
         "steps": steps,
         "said": said,
+        "refusals": refusals,
     }
 
 
-EPOCHS = 10
+def refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except offbeat.OffbeatError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+EPOCHS = 4
 """Of :func:`come_back`, of 12 batches each."""
 
 

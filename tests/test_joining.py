@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, vector_batches
 from offbeat.averaging import LocalSGD
 from offbeat.errors import ConfigurationError
+from offbeat.processes.joining import Admission, Link
+from offbeat.processes.survivors import Survivors
 from offbeat.rng import seed_for
-from test_survivors import left_behind
+from test_survivors import Network, left_behind
 
 pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
 
@@ -79,6 +84,9 @@ def returned(stages: int, stumbles: bool, restart: int) -> tuple[list[dict[str, 
     for rank, result in enumerate(found):
         words = f"stage {rank % stages}: replica 1 is back and joins at step {step}."
         assert f"{words} Averages go on over replica 0, 1, 2." in result["said"]
+        assert f"a replica came back at step {step} of this run" in result["refusals"][-1]
+        if rank // stages == 1:
+            assert "do nothing else while trainer.behind is true" in result["refusals"][0]
         first = step if rank // stages == 1 else 0
         assert result["steps"] == list(range(first, 12 * jobs.EPOCHS))
         assert math.isfinite(result["evaluation"].loss)
@@ -100,6 +108,91 @@ def test_a_replica_joins_by_taking_the_average() -> None:
 
 def test_a_replica_of_two_stages_joins_even_if_its_first_return_fails() -> None:
     returned(stages=2, stumbles=True, restart=2)
+
+
+# ------------------------------------------------------------------------- agreement, simulated
+
+JOINS = 3
+"""The round before which the replica is let in."""
+NEWCOMER = 1 + 4
+"""The second life of replica 1 of 4."""
+
+
+class Returning(Network):
+    """Replica 1 of four has died and comes back before a certain round; others may die anytime."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(4, seed, monkeypatch)
+        self.averages += [{} for _ in range(4)]
+        self.started += [JOINS] * 4
+        self.members: list[int] = []
+        self.admitted: set[int] = set()
+
+    def agree(self) -> None:
+        """All who are left have noticed the death: the note is written."""
+        self.members = sorted(self.alive)
+        links: Any = {pair: pair for pair in permutations([*self.members, NEWCOMER], 2)}
+        for member in self.members:
+            self.links.setdefault((member, NEWCOMER), [])
+        self.newcomer = Survivors(
+            0, NEWCOMER, range(4), links,
+            device=torch.device("cpu"),
+            deliver=partial(self._delivered, NEWCOMER),
+            declare_dead=lambda _: None,
+            members=self.members,
+        )  # fmt: skip
+        self.stages += [self.newcomer] * 4
+        self.alive.add(NEWCOMER)
+
+    def admit(self, replica: int) -> None:
+        self.admitted.add(replica)
+        admission = Admission(NEWCOMER, JOINS, self.members)
+        link = Link((replica, NEWCOMER), (NEWCOMER, replica))
+        self.stages[replica].admit(admission, link, torch.ones(1))
+
+    def choices(self, rounds: int, ahead: int) -> list[Any]:
+        found = self.deliveries()
+        if not self.members and all(self.stages[r].has_lost(1) for r in self.alive):
+            found.append(self.agree)
+        if 1 in self.alive:
+            found.append(partial(self.kill, 1))
+        for replica in self.alive:
+            number, done = self.started[replica], self.averages[replica]
+            settled = number != JOINS or JOINS - 1 in done
+            if replica == NEWCOMER:
+                settled = bool(self.newcomer.gifts())
+            elif number == JOINS and replica not in self.admitted:
+                if settled and self.members:
+                    found.append(partial(self.admit, replica))
+                continue
+            first = JOINS if replica == NEWCOMER else 0
+            before = number - 1 - ahead
+            if settled and number < rounds and (before < first or before in done):
+                found.append(partial(self.start, replica))
+        return found
+
+
+@pytest.mark.parametrize("deaths", [0, 1, 2])
+def test_all_agree_on_every_average_around_a_return(
+    deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any order of messages and deaths, the newcomer's too: the same parts, and nobody waits."""
+    monkeypatch.setattr(logging.getLogger("offbeat"), "disabled", True)
+    for seed in range(300):
+        network = Returning(seed, monkeypatch)
+        to_die = network.draw.sample([0, 2, 3, NEWCOMER], deaths)
+        while choices := network.choices(rounds=7, ahead=seed % 2):
+            network.draw.choice(choices)()
+            if to_die and to_die[-1] in network.alive and network.draw.random() < 0.03:
+                network.kill(to_die.pop())
+        left = sorted(network.alive)
+        for replica in left:
+            averages = network.averages[replica]
+            assert list(averages) == list(range(JOINS if replica == NEWCOMER else 0, 7)), seed
+            for number, parts in averages.items():
+                assert parts == network.averages[left[0]][number], (seed, replica, number)
+                there = [r for r in left if r != NEWCOMER or number >= JOINS]
+                assert {other + 10.0 * number for other in there} <= set(parts), (seed, number)
 
 
 def test_a_replica_that_comes_too_late_is_left_out() -> None:

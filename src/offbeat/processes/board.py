@@ -88,7 +88,9 @@ class Board:
         if own:  # and not of those who were here before this replica came back
             key += self._again
         while self._row is not None and not self._store.check([key]):
-            if self._store.check([self._given_up if own else f"dead/{rank // self._row}"]):
+            if own and self._store.check([self._given_up]):
+                raise WorkerLost(_GIVEN_UP)
+            if not own and self._store.check([f"dead/{rank // self._row}"]):
                 return LOST
             if self._edges is not None and self._edges.failure is not None:
                 raise self._edges.failure

@@ -164,6 +164,7 @@ class Processes:
         if RESTARTS in os.environ:
             returns_of(root_store()).set("stages", str(self.stages))
             there = range(self.replicas) if members is None else [*members, life]
+            transport = self.transport  # a thread must not keep a trainer that is dropped
             self._door = Door(
                 root_store(),
                 self.rank,
@@ -172,7 +173,7 @@ class Processes:
                 lost=survivors.has_lost,
                 dead=self._board.is_dead,
                 closed=lambda: survivors.closing,
-                failure=lambda: self.transport.failure,
+                failure=lambda: transport.failure,
                 lives={one % self.replicas: one for one in there},
                 after=return_number(),
             )
@@ -183,6 +184,11 @@ class Processes:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The processes as a grid with the axes "replica" and "stage"; all must ask for it."""
+        if return_number():
+            raise ConfigurationError(
+                "trainer.mesh: this process takes the place of one that died, and the groups of"
+                " torch.distributed that it belonged to cannot take it in."
+            )
         ranks = torch.arange(self.size).view(self.replicas, self.stages)
         peers = self._peers or [_new_group([rank]) for rank in range(self.size)][self.rank]
         groups = [peers, self._row_group]
@@ -427,6 +433,7 @@ class Processes:
             time.sleep(0.01)
         if not gifts:
             raise WorkerLost("the run ended before this replica could join.")
+        survivors.joined = True
         survivors.say_who_is_back(admission)
         store.set(f"{number}/joined/{self.stage}", "yes")
         self.returning, self.joined_at = False, admission.step

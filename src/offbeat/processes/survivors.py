@@ -65,6 +65,8 @@ class Survivors:
         """Whose death each of the others has told us of."""
         self._lock = threading.RLock()
         self.closing = False
+        self.joined = members is None
+        """False while this replica comes back: whoever leaves it then may just be done."""
         self.helpers: list[threading.Thread] = []
         """Threads that end when this is closed."""
         self.welcomes: dict[int, Tensor] = {}
@@ -121,7 +123,8 @@ class Survivors:
         with self._lock:
             if self.closing or replica in self._dead:
                 return
-            self._declare_dead(replica)
+            if self.joined:
+                self._declare_dead(replica)
             self._left.discard(replica)
             self._dead.add(replica)
             log.warning(
