@@ -32,7 +32,8 @@ RETURN, STAGES, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_STAGES", "OFFBEAT_RESTARTS
 """What the launcher tells its children: which return this is, of how many stages; may others."""
 VOID = "void"
 _PAUSE_S = 0.05
-_CONNECTING_S = 60.0
+_CONNECTING_S = 15.0
+"""Both sides are at it, so this is long; a side that dies meanwhile delays only the next return."""
 
 
 def returns_of(root: Store) -> Store:
@@ -227,9 +228,16 @@ def knock(
         for other in range(replicas):
             met = store.check([f"{number}/meets/{other * stages + stage}"])
             if other != replica and other not in links and met:
-                links[other] = _connect(store, number, stage, other, returning=True)
-        if (error := failure()) is not None:
-            raise error
+                try:
+                    links[other] = _connect(store, number, stage, other, returning=True)
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[0]
+                    raise WorkerLost(
+                        f"replica {replica} has come back and could not connect with replica"
+                        f" {other} ({reason})."
+                    ) from error
+        if (ended := failure()) is not None:
+            raise ended
         if time.monotonic() > deadline:
             raise WorkerLost(
                 f"replica {replica} has come back, and the others have not let it in within"
