@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.errors import WorkerLost
@@ -61,8 +62,9 @@ class Board:
 
         ``life``: of a replica that has come back (see :mod:`offbeat.processes.joining`).
         """
-        # Of init_process_group's own prefix, which a process that came back does not share.
-        store = PrefixStore("default_pg", root_store())
+        store = dist.distributed_c10d._get_default_store()
+        if life is not None:  # its default store is its own row's: the others' is this one
+            store = PrefixStore("default_pg", root_store())
         self._store = PrefixStore(f"offbeat/{name}", store)
         self._rank, self._size = rank, size
         self._row = row
