@@ -1,6 +1,7 @@
 """Small notes between processes, kept in the launcher's own store."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.errors import WorkerLost
 from offbeat.processes.edges import Edges
-from offbeat.processes.joining import root_store
+from offbeat.processes.joining import RESTARTS, root_store
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002
@@ -63,8 +64,8 @@ class Board:
         ``life``: of a replica that has come back (see :mod:`offbeat.processes.joining`).
         """
         store = dist.distributed_c10d._get_default_store()
-        if life is not None:  # its default store is its own row's: the others' is this one
-            store = PrefixStore("default_pg", root_store())
+        if RESTARTS in os.environ:  # the default store of a replica that came back is its own
+            store = root_store()
         self._store = PrefixStore(f"offbeat/{name}", store)
         self._rank, self._size = rank, size
         self._row = row
