@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -472,6 +472,115 @@ def outlive(
     assert len(trainer.memory()) == stages
     assert len(trainer.ledger.losses(stages - 1, trainer.rank // stages)) == 12
     return {"state": trainer.state_dict(), "evaluation": evaluation, "said": said}
+
+
+def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) -> dict[str, Any]:
+    """Trains on while the last process of replica 1 kills itself in step 5, comes back and joins.
+
+    The others wait until it is back. ``stumbles``: its first return dies on the way.
+    """
+    import logging
+    import os
+    import signal
+    import threading
+    import time
+
+    from offbeat.checks import checksum_of
+    from offbeat.processes.joining import return_number
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    batches = vector_batches(12, rows=12, dtype=torch.float32)
+    trainer = trainer_for(
+        dropout_net(),
+        StaleWeights() if stages > 1 else offbeat.Synchronous(),
+        OPTIMIZERS["momentum"],
+        stages=stages,
+        replicas=replicas,
+        averaging=averaging,
+        seed=3,
+        timeout=120.0,
+        when_replica_dies="go on",
+    )
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_for_return() -> None:
+        """However long it takes; from the promise on, steps are what it takes."""
+        assert trainer._processes is not None
+        door = trainer._processes._door
+        while door is not None and door._promised is None and door._admission is None:
+            away = sum(("is gone" in words) - ("is back" in words) for words in said)
+            if away <= 0:
+                break
+            time.sleep(0.02)
+
+    mortal = trainer.rank == 2 * stages - 1
+    if mortal and stumbles and return_number() == 1:
+        threading.Timer(0.2, die).start()  # the others are about to let it in
+    refusals = []
+    if trainer.behind:
+        refusals.append(refusal(lambda: trainer.evaluate(batches)))
+    weights: dict[int, int] = {}
+    """Digests of this stage's weights by their version."""
+    steps = []
+    evaluations = []
+    for _ in range(EPOCHS):
+        for x, y in trainer.batches(batches):
+            step = trainer._step
+            if mortal and not return_number() and step == 5:
+                time.sleep(0.5)  # all that it has to send is sent
+                die()
+            trainer.step(x, y)
+            steps.append(step)
+            (worker,) = trainer._workers
+            weights[worker.stage.version] = checksum_of(list(worker.stage.parameters))
+            wait_for_return()
+        if not trainer.behind:
+            evaluations.append(trainer.evaluate(batches))
+    trainer.flush()
+    refusals.append(refusal(lambda: trainer.save("nowhere")))
+    merged = [entry.version for entry in trainer.own_ledger if entry.kind == "M"]
+    return {
+        "state": trainer.state_dict(),
+        "evaluation": evaluations[-1],
+        "merged": {version: weights[version] for version in merged if version in weights},
+        "steps": steps,
+        "said": said,
+        "refusals": refusals,
+    }
+
+
+def refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except offbeat.OffbeatError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+EPOCHS = 4
+"""Of :func:`come_back`, of 12 batches each."""
+
+
+def end_early() -> int:
+    """Replica 1 dies, and the other one is done before it can come back."""
+    import os
+    import signal
+
+    batches = vector_batches(4, rows=12, dtype=torch.float32)
+    trainer = trainer_for(
+        dropout_net(), replicas=2, averaging=DaSGD(2, 1), seed=3, when_replica_dies="go on"
+    )
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if trainer.rank == 1 and number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        trainer.step(x, y)
+    trainer.flush()
+    return trainer.rank
 
 
 def disagree_about_death() -> None:

@@ -62,6 +62,7 @@ LAYERS: list[set[str]] = [
         "streams",
         "profiling",
         "checkpoints",
+        "joining",
     },
     {"zoo", "report", "runs", "experiment", "training", "study", "cli", "__main__"},
 ]

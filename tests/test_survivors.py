@@ -159,19 +159,23 @@ class Network:
                 sent.append(None)
 
     def choices(self, rounds: int, ahead: int) -> list[Any]:
-        found: list[Any] = []
-        for link, sent in self.links.items():
-            if sent and link[1] in self.alive:
-                broken = partial(self.lost[link], link[0], RuntimeError("closed"))
-                found.append(partial(self.carry, link) if sent[0] else lambda s=sent, b=broken: (
-                    s.pop(0), b()
-                ))  # fmt: skip
+        found = self.deliveries()
         for replica in self.alive:
             waits_for = self.started[replica] - 1 - ahead
             if self.started[replica] < rounds and (
                 waits_for < 0 or waits_for in self.averages[replica]
             ):
                 found.append(partial(self.start, replica))
+        return found
+
+    def deliveries(self) -> list[Any]:
+        found: list[Any] = []
+        for link, sent in self.links.items():
+            if sent and link[1] in self.alive and link in self.lost:
+                broken = partial(self.lost[link], link[0], RuntimeError("closed"))
+                found.append(partial(self.carry, link) if sent[0] else lambda s=sent, b=broken: (
+                    s.pop(0), b()
+                ))  # fmt: skip
         return found
 
 

@@ -9,6 +9,7 @@ with the same strides. Of a large storage only the parts that some tensor sees a
 """
 
 import hashlib
+import io
 import json
 import os
 import struct
@@ -65,17 +66,29 @@ def read(path: Path) -> Any:
     """Reads what :func:`write` wrote; tensors arrive on the CPU."""
     with path.open("rb") as file:
         try:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            if length > path.stat().st_size:
-                raise ValueError("the header would be longer than the file")
-            header = json.loads(file.read(length))
-            words = json.loads(header.pop("__metadata__")["value"])
-            stretches = [_read_stretch(file, entry) for entry in header.values()]
-            return _value(words, stretches)
+            return _read(file, path.stat().st_size)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error):
             raise CheckpointError(
                 f"{path} is not a file of offbeat's, or it is damaged: use another checkpoint."
             ) from None
+
+
+def to_bytes(value: Any) -> bytes:
+    """What :func:`write` would write."""
+    return b"".join(_chunks(*_packed(value)))
+
+
+def from_bytes(data: bytes) -> Any:
+    return _read(io.BytesIO(data), len(data))
+
+
+def _read(file: BinaryIO, size: int) -> Any:
+    (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    if length > size:
+        raise ValueError("the header would be longer than the file")
+    header = json.loads(file.read(length))
+    words = json.loads(header.pop("__metadata__")["value"])
+    return _value(words, [_read_stretch(file, entry) for entry in header.values()])
 
 
 def _read_stretch(file: BinaryIO, entry: dict[str, Any]) -> Tensor:

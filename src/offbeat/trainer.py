@@ -25,6 +25,7 @@ from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
 from offbeat.guards import Guard, Guards, Updates
+from offbeat.joining import CatchingUp, let_in
 from offbeat.lanes import marked
 from offbeat.ledger import Ledger
 from offbeat.memory import StageMemory
@@ -196,6 +197,7 @@ class Trainer:
             self._processes.agree({"the guards": (str(guards), "Give every process the same.")})
             self._here = range(self._processes.replica, self._processes.replica + 1)
             self._transports = [self._processes.transport]
+        self._catching_up = CatchingUp(self)
         self._recipe = Recipe(
             loss=checks.checked_loss(loss),
             optimizer=checks.checked_optimizer(optimizer),
@@ -270,6 +272,14 @@ class Trainer:
         return 0 if self._processes is None else self._processes.rank
 
     @property
+    def behind(self) -> bool:
+        """Whether this process takes the place of one that died and has not caught up yet.
+
+        :meth:`batches` passes over what the others have had; everything else has to be left out.
+        """
+        return self._catching_up.behind
+
+    @property
     def cuts(self) -> tuple[int, ...] | tuple[str, ...] | None:
         """Where stages begin: children, blocks or paths; None until the first batch decides it."""
         return self._cut.paths or self._cut.places
@@ -327,6 +337,7 @@ class Trainer:
         Returns the loss of the batch that stage 0 has just applied, None while the pipe fills.
         """
         self._refuse_if_stopped()
+        let_in(self)
         self._enter_next_phase()
         shards = self._shards(x, y)
         with self._stopping_on_error(), torch.enable_grad():
@@ -372,13 +383,15 @@ class Trainer:
 
         With one stage per process only the first and the last need data; the others do not even
         read it. Replicas in processes of their own get their part of each batch. All processes must
-        have as many batches, which is checked before the first.
+        have as many batches, which is checked before the first. In a process that takes the place
+        of one that died they begin where the others are (see :attr:`behind`).
         """
         if self._processes is None:
             yield from loader
         else:
             local = any(schedule.local_losses for schedule in self._schedules)
-            yield from self._processes.batches(loader, all_need_targets=local)
+            batches = self._processes.batches(loader, all_need_targets=local)
+            yield from self._catching_up.rest_of(batches)
 
     def sampler(
         self,
@@ -572,9 +585,8 @@ class Trainer:
                     )
             if self._processes is None:
                 return dict(sorted(found.items()))
-            everyone = self._processes.exchange("cosines", list(found.items()))
-            own = everyone[self._processes.replica * self.stages :][: self.stages]
-            return {stage: value for of_rank in own for stage, value in of_rank}
+            row = self._processes.exchange_in_row("cosines", list(found.items()))
+            return {stage: value for of_rank in row for stage, value in of_rank}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the newest weights and buffers under the names of the unsplit model.
@@ -765,6 +777,7 @@ class Trainer:
         return shards
 
     def _refuse_if_stopped(self) -> None:
+        self._catching_up.refuse_if_behind()
         if self._stopped is not None:
             raise StoppedError(
                 f"this run ended at an earlier error ({self._stopped}), with batches in flight that"

@@ -78,6 +78,11 @@ class Checkpoints:
                 "engine='streams' keeps batches in flight in memory of CUDA graphs, which cannot be"
                 " stored exactly: save with drain=True."
             )
+        if trainer._processes is not None and trainer._processes.joined_at:
+            raise CheckpointError(
+                f"a replica came back at step {trainer._processes.joined_at} of this run, and it"
+                " knows nothing of the run's checkpoints. Keep the weights with state_dict()."
+            )
         if folder not in self._folders:
             refuse_strange(folder)
             self._folders.add(folder)
@@ -210,6 +215,7 @@ class Checkpoints:
 
     def resume(self, folder: Path, data: Any) -> Resumed:
         trainer = self._trainer
+        trainer._catching_up.refuse_if_behind()
         folder = folder.absolute()
         self.wait()
         found, skipped = self._choose(folder)

@@ -1,6 +1,7 @@
 """Small notes between processes, kept in the launcher's own store."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.errors import WorkerLost
 from offbeat.processes.edges import Edges
+from offbeat.processes.joining import RESTARTS, root_store
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002
@@ -54,15 +56,23 @@ class Notes:
 class Board:
     """Facts to compare, and urgent notes that a thread looks out for: failure, stall, stop."""
 
-    def __init__(self, rank: int, size: int, name: str, row: int | None = None) -> None:
-        """``row``: how many processes make a replica, where one may die without the others."""
+    def __init__(
+        self, rank: int, size: int, name: str, row: int | None = None, life: int | None = None
+    ) -> None:
+        """``row``: how many processes make a replica, where one may die without the others.
+
+        ``life``: of a replica that has come back (see :mod:`offbeat.processes.joining`).
+        """
         store = dist.distributed_c10d._get_default_store()
+        if RESTARTS in os.environ:  # the default store of a replica that came back is its own
+            store = root_store()
         self._store = PrefixStore(f"offbeat/{name}", store)
         self._rank, self._size = rank, size
         self._row = row
-        own = None if row is None else rank // row
+        own = life if life is not None or row is None else rank // row
         self._failure = "failure" if own is None else f"failure/{own}"
         self._given_up = "" if own is None else f"dead/{own}"
+        self._again = "" if life is None else f"/{life}"
         self._counts: dict[str, int] = {}
         self._stop = threading.Event()
         self._edges: Edges | None = None
@@ -72,22 +82,30 @@ class Board:
     def exchange(self, name: str, value: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """The values of all ranks, or of some; :data:`LOST` for a dead replica's."""
         count = self._counts[name] = self._counts.get(name, -1) + 1
-        self._store.set(f"{name}/{count}/{self._rank}", json.dumps(value))
+        self._store.set(f"{name}/{count}/{self._rank}{self._again}", json.dumps(value))
         everyone = range(self._size) if ranks is None else ranks
         return [self._read(f"{name}/{count}/{rank}", rank) for rank in everyone]
 
     def _read(self, key: str, rank: int) -> Any:
+        own = self._row is not None and rank // self._row == self._rank // self._row
+        if own:  # and not of those who were here before this replica came back
+            key += self._again
         while self._row is not None and not self._store.check([key]):
-            if self._store.check([f"dead/{rank // self._row}"]):
+            if own and self._store.check([self._given_up]):
+                raise WorkerLost(_GIVEN_UP)
+            if not own and self._store.check([f"dead/{rank // self._row}"]):
                 return LOST
             if self._edges is not None and self._edges.failure is not None:
                 raise self._edges.failure
             time.sleep(0.02)
         return json.loads(self._store.get(key))
 
-    def declare_dead(self, replica: int) -> None:
+    def declare_dead(self, life: int) -> None:
         """For all to see, the replica itself included, should it be alive somewhere."""
-        self._store.set(f"dead/{replica}", str(self._rank))
+        self._store.set(f"dead/{life}", str(self._rank))
+
+    def is_dead(self, life: int) -> bool:
+        return bool(self._store.check([f"dead/{life}"]))
 
     def say_gone(self) -> None:
         """Ends every gathering of notes: this process will not come to another."""
@@ -129,8 +147,7 @@ class Board:
                     if rank != self._rank:
                         self._edges.fail(WorkerLost(f"rank {rank} failed first:\n{text}"))
                     return
-                if self.stop_at is None and store.check(["stop"]):
-                    self.stop_at = int(store.get("stop"))
+                self.look_for_stop(store)
                 if store.check(["stalled"]):
                     self._edges.fail(
                         WorkerLost(f"another process waited too long:\n  {self._tell_waits(store)}")
@@ -144,6 +161,11 @@ class Board:
                     )
                 )
                 return
+
+    def look_for_stop(self, store: Store | None = None) -> None:
+        store = store or self._store
+        if self.stop_at is None and store.check(["stop"]):
+            self.stop_at = int(store.get("stop"))
 
     def everyone_waits_for(self) -> str:
         """Asks all processes what they wait for."""

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from offbeat.errors import WorkerLost
+from offbeat.processes.joining import STAGES, return_number
 
 
 def main() -> None:
@@ -26,7 +27,13 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if size > 1:
         store = TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        if number := return_number():
+            # Nobody waits for it at init_process_group: only its replica's own processes do.
+            stages = int(os.environ[STAGES])
+            fresh = PrefixStore(f"return-{number}", store)
+            dist.init_process_group("gloo", store=fresh, rank=rank % stages, world_size=stages)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     function, args = _call(folder / "call")
     error: BaseException | None = None
     value = None

@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ from offbeat.transport import Gathered, Key
 if TYPE_CHECKING:
     from offbeat.processes.survivors import Survivors
 
+FOREVER = timedelta(days=3650)
+"""Our own watchdog decides how long a wait may be."""
 _LENGTH = struct.Struct("<q")
 _GOODBYE = -1
 _LONGEST_HEADER_BYTES = 1 << 28
@@ -33,7 +36,7 @@ _BUCKET_BYTES = 1 << 25
 
 
 class Outgoing(threading.Thread):
-    """Writes parcels to one neighbour, in order."""
+    """Writes parcels to one neighbour, in order, over a group of two."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, failed: Callable[..., None]) -> None:
         super().__init__(daemon=True, name=f"offbeat-to-{peer}")
@@ -45,7 +48,7 @@ class Outgoing(threading.Thread):
             while (parcel := self.parcels.get()) is not None:
                 self._write_header(parcel.header)
                 for tensor in parcel.tensors:
-                    dist.send(tensor, self._peer, self._group)
+                    self._send(tensor)
             self._write(_LENGTH.pack(_GOODBYE))
         except RuntimeError as error:
             self._failed(self._peer, error)
@@ -55,12 +58,14 @@ class Outgoing(threading.Thread):
         room = HEADER_BYTES - _LENGTH.size
         self._write(_LENGTH.pack(len(header)) + header[:room])
         if len(header) > room:
-            rest = torch.frombuffer(bytearray(header[room:]), dtype=torch.uint8)
-            dist.send(rest, self._peer, self._group)
+            self._send(torch.frombuffer(bytearray(header[room:]), dtype=torch.uint8))
 
     def _write(self, start: bytes) -> None:
         padded = bytearray(start.ljust(HEADER_BYTES, b"\0"))
-        dist.send(torch.frombuffer(padded, dtype=torch.uint8), self._peer, self._group)
+        self._send(torch.frombuffer(padded, dtype=torch.uint8))
+
+    def _send(self, tensor: Tensor) -> None:
+        self._group.send([tensor], 1 - self._group.rank(), 0).wait(FOREVER)
 
 
 class Incoming(threading.Thread):
@@ -105,7 +110,7 @@ class Incoming(threading.Thread):
         return header
 
     def _read(self, buffer: Tensor) -> None:
-        dist.recv(buffer, self._peer, self._group)
+        self._group.recv([buffer], 1 - self._group.rank(), 0).wait(FOREVER)
 
 
 class Edges:

@@ -9,19 +9,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.errors import ConfigurationError, WorkerLost
+from offbeat.processes.joining import RESTARTS
+from offbeat.processes.returns import Child, Returns
 
 try:  # functions of a notebook can only be sent by value, which plain pickle does not do
     from cloudpickle import dumps
 except ImportError:
     from pickle import dumps
 
-Child = subprocess.Popen[bytes]
 _GRACE_S = 5.0
 _LOCALHOST = "127.0.0.1"
 
@@ -33,25 +35,33 @@ def launch(
     threads: int = 1,
     timeout_s: float | None = None,
     go_on: bool = False,
+    restart: int = 0,
 ) -> list[Any]:
     """Calls ``function(*args)`` in K new processes and returns what each returned, by rank.
 
     Inside, a Trainer finds itself started as if by torchrun. The first error of any process ends
     all of them and is raised here; with ``go_on`` the others are left to finish, and None stands
-    for what a failed one would have returned, unless all have failed. Functions defined in a
-    notebook or script need ``cloudpickle``.
+    for what a failed one would have returned, unless all have failed. With ``restart`` the
+    processes of a replica that died are started again, so many times in all, and join the others
+    (see docs/replicas.md). Functions defined in a notebook or script need ``cloudpickle``.
     """
     if processes < 1:
         raise ConfigurationError(f"launch(processes={processes}): give at least 1.")
+    if restart < 0 or (restart and not go_on):
+        raise ConfigurationError(
+            f"launch(restart={restart}, go_on={go_on}): a number of returns from 0 on, and"
+            " go_on=True, so that there are others to join."
+        )
     store = _local_store()
     with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(_pickled(function, args))
-        children = [
-            _start(rank, processes, store.port, threads, folder) for rank in range(processes)
-        ]
+        more = {RESTARTS: "1"} if restart else {}
+        start = partial(_start, processes, store.port, threads, folder)
+        children = [start(rank, more) for rank in range(processes)]
+        returns = Returns(children, start, store, restart)
         try:
-            _wait(children, timeout_s, go_on)
+            _wait(children, timeout_s, go_on, returns)
         finally:
             ended_here = _end(children)
         return _results(children, ended_here, folder, go_on)
@@ -83,9 +93,12 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _start(rank: int, size: int, port: int, threads: int, folder: Path) -> Child:
+def _start(
+    size: int, port: int, threads: int, folder: Path, rank: int, more: dict[str, str]
+) -> Child:
     environment = {
         **os.environ,
+        **more,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -101,7 +114,7 @@ def _start(rank: int, size: int, port: int, threads: int, folder: Path) -> Child
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
 
-def _wait(children: list[Child], timeout_s: float | None, go_on: bool) -> None:
+def _wait(children: list[Child], timeout_s: float | None, go_on: bool, returns: Returns) -> None:
     """Until all have ended; one failure gives the others a few seconds to say what they know."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failed = False
@@ -112,6 +125,7 @@ def _wait(children: list[Child], timeout_s: float | None, go_on: bool) -> None:
             if failed:
                 return
             raise WorkerLost(f"launch gave up after timeout_s={timeout_s:g} seconds.")
+        returns.look()
         time.sleep(0.02)
 
 

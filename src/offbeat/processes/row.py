@@ -33,16 +33,26 @@ from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.processes import shared
 from offbeat.processes.board import LOST, NOTICED_S, Board, Notes
-from offbeat.processes.edges import Edges
+from offbeat.processes.edges import FOREVER, Edges
+from offbeat.processes.joining import (
+    RESTARTS,
+    Admission,
+    Door,
+    Link,
+    knock,
+    return_number,
+    returns_of,
+    root_store,
+)
 from offbeat.processes.survivors import Survivors
 from offbeat.sharding import is_sharded, shards_of
 from offbeat.transport import Key
 
-_FOREVER = timedelta(days=3650)  # our own watchdog decides how long a wait may be
-
 
 def processes_launched() -> bool:
     """Whether a launcher such as torchrun started more than one process."""
+    if return_number():
+        return True
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -65,18 +75,28 @@ class Processes:
             _join(timedelta(seconds=timeout_s))
         _leave_at_exit()
         self._device = device
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        again = return_number()
+        self.rank = int(os.environ["RANK"]) if again else dist.get_rank()
+        self.size = int(os.environ["WORLD_SIZE"]) if again else dist.get_world_size()
         _check_size(self.size, stages, replicas)
         self.replica, self.stage = divmod(self.rank, stages)
         self.stages, self.replicas = stages, replicas
+        self.returning = again > 0
+        """Whether this process's replica has come back and has not joined the others yet."""
+        self.joined_at = 0
+        """The last step at which a replica came back."""
+        if self.returning:
+            _check_return(dist.get_world_size(), stages, outlive)
         # Every process makes every group, in the same order: that is how groups find each other.
-        rows = [list(range(r * stages, (r + 1) * stages)) for r in range(replicas)]
-        self._everyone = _new_group(range(self.size))
-        row_groups = [_new_group(row) for row in rows] if replicas > 1 else [self._everyone]
-        self._row_group, self._row = row_groups[self.replica], rows[self.replica]
+        # The world of a replica that has come back is its own row.
+        there = range(1 if self.returning else replicas)
+        rows = [list(range(r * stages, (r + 1) * stages)) for r in there]
+        own = 0 if self.returning else self.replica
+        self._everyone = _new_group(range(dist.get_world_size()))
+        row_groups = [_new_group(row) for row in rows] if len(rows) > 1 else [self._everyone]
+        self._row_group = row_groups[own]
         columns = [
-            _new_group(column) if replicas > 1 else None for column in zip(*rows, strict=True)
+            _new_group(column) if len(rows) > 1 else None for column in zip(*rows, strict=True)
         ]
         self._peers = columns[self.stage]
         edges = {
@@ -86,10 +106,12 @@ class Processes:
             for here, there in ((k, k + 1), (k + 1, k))
         }
         # Whose ledgers and the like are put together: whoever cannot die without this process.
-        self._company = self._row if outlive else list(range(self.size))
+        self._ranks = [self.replica * stages + stage for stage in range(stages)]
+        self._company = self._ranks if outlive else list(range(self.size))
         self._company_group = self._row_group if outlive else self._everyone
         name = self._everyone.group_name
-        self._board = Board(self.rank, self.size, name, stages if outlive else None)
+        life = self.replica + replicas * again if again else None
+        self._board = Board(self.rank, self.size, name, stages if outlive else None, life)
         # Before groups that only some would make.
         self.agree(
             {
@@ -101,29 +123,23 @@ class Processes:
         )
         pairs = {
             (k, here, there): _new_group(sorted((here * stages + k, there * stages + k)))
-            for k in range(stages if outlive else 0)
+            for k in range(stages if outlive and not self.returning else 0)
             for here, there in itertools.permutations(range(replicas), 2)
         }
         self.transport = Edges(
             self.stage,
-            self._row,
-            {(here, there): edge for (r, here, there), edge in edges.items() if r == self.replica},
+            self._ranks,
+            {(here, there): edge for (r, here, there), edge in edges.items() if r == own},
             self._peers,
             device=device,
             timeout_s=timeout_s,
             pids=self._neighbours_here(),
             stalled=self._board.everyone_waits_for,
         )
-        if outlive:
-            self.transport.survivors = Survivors(
-                self.stage,
-                self.replica,
-                [row[self.stage] for row in rows],
-                {(a, b): pair for (k, a, b), pair in pairs.items() if k == self.stage},
-                device=device,
-                deliver=self.transport.put,
-                declare_dead=self._board.declare_dead,
-            )
+        self._door: Door | None = None
+        if outlive and not self.returning:
+            links = {(a, b): pair for (k, a, b), pair in pairs.items() if k == self.stage}
+            self._go_on_among(links, self.replica)
         self._board.watch(self.transport)
         self._notes = self._board.notes()
         self._meetings = 0
@@ -132,9 +148,47 @@ class Processes:
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
 
+    def _go_on_among(
+        self, links: dict[tuple[int, int], Any], life: int, members: Sequence[int] | None = None
+    ) -> Survivors:
+        survivors = self.transport.survivors = Survivors(
+            self.stage,
+            life,
+            range(self.stage, self.size, self.stages),
+            links,
+            device=self._device,
+            deliver=self.transport.put,
+            declare_dead=self._board.declare_dead,
+            members=members,
+        )
+        if RESTARTS in os.environ:
+            returns_of(root_store()).set("stages", str(self.stages))
+            there = range(self.replicas) if members is None else [*members, life]
+            transport = self.transport  # a thread must not keep a trainer that is dropped
+            self._door = Door(
+                root_store(),
+                self.rank,
+                self.stages,
+                self.replicas,
+                lost=survivors.has_lost,
+                dead=self._board.is_dead,
+                closed=lambda: survivors.closing,
+                failure=lambda: transport.failure,
+                lives={one % self.replicas: one for one in there},
+                after=return_number(),
+            )
+            survivors.helpers.append(self._door)
+            self._door.start()
+        return survivors
+
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The processes as a grid with the axes "replica" and "stage"; all must ask for it."""
+        if return_number():
+            raise ConfigurationError(
+                "trainer.mesh: this process takes the place of one that died, and the groups of"
+                " torch.distributed that it belonged to cannot take it in."
+            )
         ranks = torch.arange(self.size).view(self.replicas, self.stages)
         peers = self._peers or [_new_group([rank]) for rank in range(self.size)][self.rank]
         groups = [peers, self._row_group]
@@ -142,13 +196,13 @@ class Processes:
 
     def _neighbours_here(self) -> dict[int, int]:
         """Process numbers of the neighbours that share memory with this process, by stage."""
-        addresses = self.exchange("address", shared.address())
-        seen = [shared.reachable(addresses[self.rank], theirs) for theirs in addresses]
-        seen_by = self.exchange("seen", seen)
+        addresses = self.exchange_in_row("address", shared.address())
+        seen = [shared.reachable(addresses[self.stage], theirs) for theirs in addresses]
+        seen_by = self.exchange_in_row("seen", seen)
         return {
-            stage: addresses[rank]["pid"]
-            for stage, rank in enumerate(self._row)
-            if abs(stage - self.stage) == 1 and seen[rank] and seen_by[rank][self.rank]
+            stage: addresses[stage]["pid"]
+            for stage in range(self.stages)
+            if abs(stage - self.stage) == 1 and seen[stage] and seen_by[stage][self.stage]
         }
 
     # ---------------------------------------------------------------- agreeing
@@ -156,6 +210,10 @@ class Processes:
     def exchange(self, name: str, value: Any) -> list[Any]:
         """Every process's value, in the order of ranks."""
         return self._board.exchange(name, value)
+
+    def exchange_in_row(self, name: str, value: Any) -> list[Any]:
+        """The values of this replica's processes, by stage."""
+        return self._board.exchange(name, value, self._ranks)
 
     def agree_on_setup(
         self,
@@ -290,19 +348,19 @@ class Processes:
         """One stage's tensors, in its whole row; elsewhere ``tensors`` says what to expect."""
         shared = [tensor.detach().cpu().clone() for tensor in tensors]
         for tensor in shared:
-            dist.broadcast(tensor, self._row[stage], self._row_group)
+            dist.broadcast(tensor, group=self._row_group, group_src=stage)
         return [tensor.to(self._device) for tensor in shared]
 
     def share_bytes(self, data: bytes) -> list[bytes]:
         """Every process's bytes, in the order of ranks; where replicas may die, its row's."""
         sizes = self._board.exchange("sizes", len(data), self._company)
         everyone = []
-        for rank, size in zip(self._company, sizes, strict=True):
+        for place, (rank, size) in enumerate(zip(self._company, sizes, strict=True)):
             buffer = torch.empty(size, dtype=torch.uint8)
             if rank == self.rank and size:
                 buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             if size:
-                dist.broadcast(buffer, rank, self._company_group)
+                dist.broadcast(buffer, group=self._company_group, group_src=place)
             everyone.append(buffer.numpy().tobytes())
         return everyone
 
@@ -340,6 +398,47 @@ class Processes:
     def notes(self) -> Notes:
         """For a thread that has to agree with its like in the other processes."""
         return self._board.notes()
+
+    # ---------------------------------------------------------------- coming back
+
+    def admission(self, step: int) -> tuple[Admission, Link] | None:
+        """Whom to let in before this step, if anybody."""
+        return None if self._door is None else self._door.admission(step)
+
+    def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
+        """Gives what a replica that has come back needs to go on with the others."""
+        assert self.transport.survivors is not None
+        self.joined_at = admission.step
+        self.transport.survivors.admit(admission, link, gift)
+
+    def join(self) -> list[Tensor]:
+        """Of a replica that has come back: waits to be let in; returns the others' gifts."""
+        number, store = return_number(), returns_of(root_store())
+        failure = lambda: self.transport.failure  # noqa: E731
+        admission, links = knock(
+            store, number, self.rank, self.stages, self.replicas, failure, self.timeout_s
+        )
+        pairs = {(admission.life, other): link.outgoing for other, link in links.items()}
+        pairs |= {(other, admission.life): link.incoming for other, link in links.items()}
+        survivors = self._go_on_among(pairs, admission.life, admission.members)
+        deadline = time.monotonic() + self.timeout_s
+        while (gifts := survivors.gifts()) is None:
+            if self.transport.failure is not None:
+                raise self.transport.failure
+            if time.monotonic() > deadline:
+                raise WorkerLost(
+                    f"the other replicas did not come to step {admission.step}, at which this one"
+                    f" joins, within {self.timeout_s:g} s (timeout={self.timeout_s:g})."
+                )
+            time.sleep(0.01)
+        if not gifts:
+            raise WorkerLost("the run ended before this replica could join.")
+        survivors.joined = True
+        survivors.say_who_is_back(admission)
+        store.set(f"{number}/joined/{self.stage}", "yes")
+        self.returning, self.joined_at = False, admission.step
+        self._board.look_for_stop()  # a later request leaves time enough to be noticed
+        return gifts
 
     # ---------------------------------------------------------------- ending
 
@@ -396,6 +495,15 @@ def _check_size(size: int, stages: int, replicas: int) -> None:
     )
 
 
+def _check_return(world: int, stages: int, outlive: bool) -> None:
+    if world != stages or not outlive or _OPEN:
+        raise ConfigurationError(
+            "this process takes the place of one that died, so its script must do what that one's"
+            " did: the first trainer is the one that is joined, with as many stages as before and"
+            " when_replica_dies='go on'."
+        )
+
+
 def _join(timeout: timedelta) -> None:
     """Joins the others; after a restart by torchrun without what the last attempt left behind.
 
@@ -412,7 +520,7 @@ def _join(timeout: timedelta) -> None:
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     # gloo applies the time-out of a group's making to every later receive, so it cannot be short.
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_FOREVER, backend="gloo")
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=FOREVER, backend="gloo")
     return group
 
 

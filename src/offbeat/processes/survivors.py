@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.processes.edges import Incoming, Outgoing
-from offbeat.processes.wire import Arrival, pack
+from offbeat.processes.joining import Admission, Link
+from offbeat.processes.wire import Arrival, Parcel, pack
 from offbeat.transport import Gathered, Key
 
 log = logging.getLogger("offbeat")
@@ -43,12 +44,18 @@ class Survivors:
         device: torch.device,
         deliver: Callable[[Key, Gathered], None],
         declare_dead: Callable[[int], None],
+        members: Sequence[int] | None = None,
     ) -> None:
-        """``ranks``: of this stage in every replica. ``groups``: by (sender, receiver)."""
+        """``ranks``: of this stage in every replica. ``groups``: by (sender, receiver).
+
+        ``members``: whom a replica that has come back joins; it and they are named by their lives
+        (see :mod:`offbeat.processes.joining`), which at the beginning are the replicas' numbers.
+        """
         self._stage, self._replica = stage, replica
         self._device, self._deliver_average = device, deliver
         self._declare_dead = declare_dead
-        self._left = set(range(len(ranks)))
+        self._ranks = ranks
+        self._left = {*(range(len(ranks)) if members is None else members), replica}
         self._dead: set[int] = set()
         self._parts: dict[Key, dict[int, list[Tensor]]] = defaultdict(dict)
         self._sent_s: dict[Key, float] = {}
@@ -57,19 +64,29 @@ class Survivors:
         self._heard: dict[int, set[int]] = {other: set() for other in self._others()}
         """Whose death each of the others has told us of."""
         self._lock = threading.RLock()
-        self._closing = False
-        self._out, self._in = {}, {}
+        self.closing = False
+        self.joined = members is None
+        """False while this replica comes back: whoever leaves it then may just be done."""
+        self.helpers: list[threading.Thread] = []
+        """Threads that end when this is closed."""
+        self.welcomes: dict[int, Tensor] = {}
+        """What the others have given to this replica, if it has come back."""
+        self._out: dict[int, Outgoing] = {}
+        self._in: dict[int, Incoming] = {}
         for other in self._others():
-            lost = partial(self._lost, other)
-            arrived = partial(self._arrived, other)
-            self._out[other] = Outgoing(ranks[other], groups[replica, other], lost)
-            self._in[other] = Incoming(ranks[other], groups[other, replica], None, arrived, lost)
-        for thread in self.threads:
-            thread.start()
+            self._connect(other, groups[replica, other], groups[other, replica])
+
+    def _connect(self, other: int, outgoing: Any, incoming: Any) -> None:
+        lost, arrived = partial(self._lost, other), partial(self._arrived, other)
+        rank = self._ranks[other % len(self._ranks)]
+        self._out[other] = Outgoing(rank, outgoing, lost)
+        self._in[other] = Incoming(rank, incoming, None, arrived, lost)
+        self._out[other].start()
+        self._in[other].start()
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return [*self._out.values(), *self._in.values()]
+        return [*self._out.values(), *self._in.values(), *self.helpers]
 
     def _others(self) -> list[int]:
         return sorted(self._left - {self._replica})
@@ -91,7 +108,8 @@ class Survivors:
         told = all(self._heard[other] >= self._dead for other in self._others())
         if key not in self._sent_s or self._left - found.keys() or not told:
             return
-        in_order = [[part.to(self._device) for part in found[r]] for r in sorted(found)]
+        replicas = sorted(found, key=lambda life: life % len(self._ranks))
+        in_order = [[part.to(self._device) for part in found[r]] for r in replicas]
         sent_s = self._sent_s.pop(key)
         self._deliver_average(key, Gathered(in_order, sent_s, time.perf_counter(), len(in_order)))
         finished = self._finished[key.what, key.source]
@@ -103,20 +121,31 @@ class Survivors:
 
     def _lost(self, replica: int, _peer: int, error: RuntimeError | OSError) -> None:
         with self._lock:
-            if self._closing or replica in self._dead:
+            if self.closing or replica in self._dead:
                 return
-            self._declare_dead(replica)
+            if self.joined:
+                self._declare_dead(replica)
             self._left.discard(replica)
             self._dead.add(replica)
-            left = ", ".join(map(str, sorted(self._left)))
             log.warning(
                 "stage %d: replica %d is gone (%s). Averages go on over who is left: replica %s.",
-                self._stage, replica, str(error).splitlines()[0], left,
-            )  # fmt: skip
-            obituary = pack(Key("obituary", self._stage, len(self._dead)), self._estate())
+                self._stage,
+                replica % len(self._ranks),
+                str(error).splitlines()[0],
+                self._names(),
+            )
+            obituary = self._obituary()
             for other in self._others():
                 self._out[other].parcels.put(obituary)
             self._complete_all()
+
+    def _names(self) -> str:
+        return ", ".join(
+            str(replica) for replica in sorted(r % len(self._ranks) for r in self._left)
+        )
+
+    def _obituary(self) -> Parcel:
+        return pack(Key("obituary", self._stage, len(self._dead)), self._estate())
 
     def _estate(self) -> dict[str, Any]:
         """Who is dead, and all that is held of them."""
@@ -131,7 +160,9 @@ class Survivors:
     def _arrived(self, sender: int, arrival: Arrival) -> None:
         message = arrival.message(torch.device("cpu"))
         with self._lock:
-            if arrival.key.what == "obituary":
+            if arrival.key.what == "welcome":
+                self.welcomes[sender] = message
+            elif arrival.key.what == "obituary":
                 self._heard[sender] |= set(message["dead"])
                 for words, replica, parts in message["held"]:
                     self._parts[Key(*words)].setdefault(replica, parts)
@@ -144,9 +175,46 @@ class Survivors:
         for key in list(self._sent_s):
             self._complete(key)
 
+    # ---------------------------------------------------------------- returns
+
+    def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
+        """Lets in a replica that has come back; from now on averages wait for its part."""
+        with self._lock:
+            # All who are left have agreed on these members: earlier deaths are settled.
+            self._dead &= set(admission.members)
+            self._left.add(admission.life)
+            self._heard[admission.life] = set()
+            self._connect(admission.life, link.outgoing, link.incoming)
+            parcels = self._out[admission.life].parcels
+            parcels.put(pack(Key("welcome", self._stage, admission.step), gift))
+            if self._dead:
+                parcels.put(self._obituary())
+            self.say_who_is_back(admission)
+
+    def say_who_is_back(self, admission: Admission) -> None:
+        log.warning(
+            "stage %d: replica %d is back and joins at step %d. Averages go on over replica %s.",
+            self._stage,
+            admission.life % len(self._ranks),
+            admission.step,
+            self._names(),
+        )
+
+    def has_lost(self, life: int) -> bool:
+        with self._lock:
+            return life not in self._left
+
+    def gifts(self) -> list[Tensor] | None:
+        """What those who are left have given, in their order; None while something is missing."""
+        with self._lock:
+            if any(other not in self.welcomes for other in self._others()):
+                return None
+            # A member that died after giving has given the same.
+            return [self.welcomes[life] for life in sorted(self.welcomes)]
+
     def close(self) -> None:
         with self._lock:
-            if not self._closing:
-                self._closing = True
+            if not self.closing:
+                self.closing = True
                 for outgoing in self._out.values():
                     outgoing.parcels.put(None)

@@ -22,6 +22,7 @@ What = Literal[
     "weights",
     "export",
     "obituary",
+    "welcome",
 ]
 
 
