@@ -4,7 +4,8 @@
 
 Kill -9 of one process and of all, SIGTERM, Ctrl-C, a full disk, a truncated file; all methods,
 backward rules, corrections and averagings in turn; one process, a row of processes, replicas in one
-process and in four. ``tests/drill_job.py`` does the work, ``tests/test_drill.py`` is the short version.
+process and in four. ``tests/drill_job.py`` does the work, ``tests/test_drill.py`` is the short
+version.
 """
 
 import argparse
