@@ -241,7 +241,7 @@ def compare_on(
             torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_correction_equals_its_oracle(name: str, stages: int) -> None:
     for method in CASES[name].methods:

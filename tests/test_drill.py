@@ -25,7 +25,13 @@ TRAIN = ["-m", "offbeat", "train", "--method", "stale-weights", "--stages", "2",
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", [(3, 1, False), (2, 1, True)], ids=["alone", "processes"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((3, 1, False), id="alone", marks=pytest.mark.long),
+        pytest.param((2, 1, True), id="processes"),
+    ],
+)
 def test_a_run_that_is_disturbed_anywhere_ends_with_the_same_bits(
     tmp_path: Path, layout: tuple[int, int, bool]
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_replica_joins_by_taking_the_average() -> None:
     assert_same_bits(found[0]["state"], by_hand(joins))
 
 
+@pytest.mark.long
 def test_a_replica_of_two_stages_joins_even_if_its_first_return_fails() -> None:
     returned(stages=2, stumbles=True, restart=2)
 
@@ -195,6 +196,7 @@ def test_all_agree_on_every_average_around_a_return(
                 assert {other + 10.0 * number for other in there} <= set(parts), (seed, number)
 
 
+@pytest.mark.long
 def test_a_replica_that_comes_too_late_is_left_out() -> None:
     assert offbeat.launch(jobs.end_early, 2, timeout_s=100, go_on=True, restart=1) == [0, None]
     assert left_behind() == []

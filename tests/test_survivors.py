@@ -78,7 +78,7 @@ def simulated(dies: int, at: int) -> dict[str, Any]:
     return copy.deepcopy(models[left[0]].state_dict())
 
 
-@pytest.mark.parametrize(("dies", "at"), [(2, 5), (0, 4)])
+@pytest.mark.parametrize(("dies", "at"), [(2, 5), pytest.param(0, 4, marks=pytest.mark.long)])
 def test_averages_go_on_over_who_is_left(dies: int, at: int) -> None:
     expected = simulated(dies, at)
     found = survivors_of(LocalSGD(2), 3, 1, dies, at, None)
@@ -90,6 +90,7 @@ def test_averages_go_on_over_who_is_left(dies: int, at: int) -> None:
         assert f"Averages go on over who is left: replica {left[0]}, {left[1]}." in words
 
 
+@pytest.mark.long
 def test_a_replica_of_two_stages_goes_as_a_whole() -> None:
     found = survivors_of(DaSGD(2, 1), 2, 2, dies=3, at=5, delay_s=None)
     assert_same_bits(found[0]["state"], found[1]["state"])
@@ -97,6 +98,7 @@ def test_a_replica_of_two_stages_goes_as_a_whole() -> None:
     assert all("replica 1 is gone" in result["said"][0] for result in found)
 
 
+@pytest.mark.long
 def test_an_error_in_one_replica_ends_that_one_alone() -> None:
     found = survivors_of(LocalSGD(2), 2, 2, dies=2, at=5, delay_s=-1)
     assert_same_bits(found[0]["state"], found[1]["state"])
@@ -201,6 +203,7 @@ def test_all_who_are_left_agree_whatever_had_arrived(
     logging.getLogger("offbeat").disabled = False
 
 
+@pytest.mark.long
 def test_kills_at_any_moment_leave_survivors_that_agree() -> None:
     draw = random.Random(7)
     averagings: list[Averaging] = [AllReduce(), DaSGD(2, 1), LocalSGD(1, compress="int8")]
@@ -211,6 +214,7 @@ def test_kills_at_any_moment_leave_survivors_that_agree() -> None:
         assert_same_bits(found[0]["state"], found[1]["state"])
 
 
+@pytest.mark.long
 def test_without_losses_nothing_changes() -> None:
     """The edges between pairs give the bits of the collective, and of one process."""
     found = offbeat.launch(jobs.outlive, 2, DaSGD(3, 1), 2, 1, -1, 0, None, timeout_s=200)
@@ -224,12 +228,14 @@ def test_without_losses_nothing_changes() -> None:
         assert result["said"] == []
 
 
+@pytest.mark.long
 def test_all_must_have_been_told_the_same() -> None:
     words = r"when_replica_dies differs between processes: go on on rank 0, stop on rank 1"
     with pytest.raises(ConfigurationError, match=words):
         offbeat.launch(jobs.disagree_about_death, 2, timeout_s=60)
 
 
+@pytest.mark.long
 def test_when_all_fail_the_first_error_is_raised() -> None:
     with pytest.raises(ValueError, match="a planned mistake"):
         offbeat.launch(jobs.raise_on, 1, 0, go_on=True)
