@@ -89,7 +89,9 @@ def wait_for_checkpoint(folder: Path, run: subprocess.Popen[Any], after: int = 0
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)], ids=str
+)
 def test_train_goes_on_where_it_was_stopped(
     tmp_path: Path, undisturbed: Run, number: signal.Signals
 ) -> None:

@@ -50,7 +50,13 @@ ALONE: list[Job] = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("todo", [TIMES_STAGES, ALONE], ids=["2 x 2", "4 x 1"])
+@pytest.mark.parametrize(
+    "todo",
+    [
+        pytest.param(TIMES_STAGES, id="2 x 2"),
+        pytest.param(ALONE, id="4 x 1", marks=pytest.mark.long),
+    ],
+)
 def test_processes_give_the_bits_of_one(todo: list[Job]) -> None:
     by_rank = offbeat.launch(jobs.train_all_replicas, 4, todo, timeout_s=240)
     for place, job in enumerate(todo):
