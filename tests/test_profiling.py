@@ -31,8 +31,6 @@ class Slow(nn.Module):
 
 
 def test_time_decides_where_arithmetic_would_not() -> None:
-    layers = [Slow(seconds) for seconds in (0.03, 0.0, 0.0, 0.0, 0.0, 0.03)]
-    assert measured_cuts(layers, torch.ones(2, 4), 2) in ([1], [2], [3], [4], [5])
     layers = [Slow(seconds) for seconds in (0.03, 0.03, 0.0, 0.0, 0.0, 0.0)]
     assert measured_cuts(layers, torch.ones(2, 4), 2) == [1]
 

@@ -1,8 +1,7 @@
 """What is compared: ways to train K stages, each with nothing tuned but what all share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from offbeat.corrections import (
     Correction,
@@ -28,12 +27,10 @@ class Way:
 
     method: Callable[[int], Method]
     corrections: Sequence[Correction] = ()
-    micro_batches: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
-def _always(method: Method, *corrections: Correction, parts: int = 1) -> Way:
-    return Way(lambda _: method, corrections, parts)
+def _always(method: Method, *corrections: Correction) -> Way:
+    return Way(lambda _: method, corrections)
 
 
 def _then_synchronous(method: Method, *corrections: Correction, share: float = TAIL) -> Way:
@@ -52,8 +49,8 @@ WAYS: dict[str, Way] = {
     "1F1B, current": _always(PipeDream(backward="current")),
     "1F1B, stash": _always(PipeDream()),
     # accumulation at the same batch
-    **{f"stale, M={m}": _always(ADL(accumulate=m), parts=m) for m in (2, 4, 8)},
-    **{f"1F1B, M={m}": _always(PipeDream(accumulate=m), parts=m) for m in (2, 4, 8)},
+    **{f"stale, M={m}": _always(ADL(accumulate=m)) for m in (2, 4, 8)},
+    **{f"1F1B, M={m}": _always(PipeDream(accumulate=m)) for m in (2, 4, 8)},
     # each correction on the smaller lag
     "1F1B + predict geometric": _always(PipeDream(), Predict(horizon="geometric")),
     "1F1B + predict lag": _always(PipeDream(), Predict(horizon="lag")),
@@ -70,9 +67,9 @@ WAYS: dict[str, Way] = {
         StaleWeights(), RateByLag(plus=0, anneal=1000), Rewind()
     ),
     # combinations
-    "1F1B, M=4 + spike": _always(PipeDream(accumulate=4), SpikeCompensation(), parts=4),
-    "1F1B, M=4 + predict": _always(PipeDream(accumulate=4), Predict(), parts=4),
-    "1F1B, M=8 + spike": _always(PipeDream(accumulate=8), SpikeCompensation(), parts=8),
+    "1F1B, M=4 + spike": _always(PipeDream(accumulate=4), SpikeCompensation()),
+    "1F1B, M=4 + predict": _always(PipeDream(accumulate=4), Predict()),
+    "1F1B, M=8 + spike": _always(PipeDream(accumulate=8), SpikeCompensation()),
     # a synchronous end
     "stale, tail": _then_synchronous(StaleWeights()),
     "stale, half": _then_synchronous(StaleWeights(), share=0.5),
@@ -80,5 +77,5 @@ WAYS: dict[str, Way] = {
     "1F1B, M=4, tail": _then_synchronous(PipeDream(accumulate=4)),
     "1F1B, M=4 + spike, tail": _then_synchronous(PipeDream(accumulate=4), SpikeCompensation()),
     # what micro-batches do by themselves: BatchNorm sees fewer rows
-    "BP, M=4": _always(ADL(accumulate=4, cap=0), parts=4),
+    "BP, M=4": _always(ADL(accumulate=4, cap=0)),
 }  # fmt: skip
