@@ -16,6 +16,7 @@ PACKAGE = Path(offbeat.__file__).parent
 # A module may import its own layer and those below. Everything is in exactly one layer.
 LAYERS: list[set[str]] = [
     {
+        "names",
         "schedule",
         "table",
         "methods",

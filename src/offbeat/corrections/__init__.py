@@ -1,6 +1,5 @@
 """Corrections: what makes staleness less harmful. Joining ``CORRECTIONS`` is what adds one."""
 
-from dataclasses import fields
 from typing import Any
 
 from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
@@ -16,7 +15,7 @@ from offbeat.corrections.rate_by_lag import RateByLag
 from offbeat.corrections.rewind import Rewind
 from offbeat.corrections.shrink import Shrink
 from offbeat.corrections.spike_compensation import SpikeCompensation
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.names import made
 
 CORRECTIONS: tuple[type[Correction], ...] = (
     Predict,
@@ -39,20 +38,7 @@ def correction_named(name: str, **settings: Any) -> Correction:
     >>> correction_named("predict", horizon="lag")
     Predict(direction='optimizer', horizon='lag')
     """
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    for correction in CORRECTIONS:
-        if wanted in (correction.name, correction.__name__.lower()):
-            return _with(correction, settings)
-    raise unknown("correction", name, [correction.name for correction in CORRECTIONS])
-
-
-def _with(correction: type[Correction], settings: dict[str, Any]) -> Correction:
-    known = [field.name for field in fields(correction)]
-    for setting in settings:
-        if setting not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
-            raise ConfigurationError(f"{correction.name} has no setting {setting!r}: {takes}.")
-    return correction(**settings)
+    return made("correction", CORRECTIONS, name, settings)
 
 
 __all__ = [

@@ -1,9 +1,7 @@
 """Every method, by class and by name. Joining ``METHODS`` is what adds one to the library."""
 
-from dataclasses import fields
 from typing import Any
 
-from offbeat.errors import ConfigurationError, unknown
 from offbeat.methods.adl import ADL
 from offbeat.methods.base import RULES, Asynchronous, Method, Rule
 from offbeat.methods.ddg import DDG
@@ -18,6 +16,7 @@ from offbeat.methods.pipedream import PipeDream
 from offbeat.methods.pipedream_2bw import PipeDream2BW
 from offbeat.methods.stale_weights import StaleWeights
 from offbeat.methods.synchronous import Synchronous
+from offbeat.names import made
 
 METHODS: tuple[type[Method], ...] = (
     Synchronous,
@@ -37,20 +36,7 @@ METHODS: tuple[type[Method], ...] = (
 
 def method_named(name: str, **settings: Any) -> Method:
     """The method of this name, case ignored: ``method_named("adl", accumulate=2)``."""
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    for method in METHODS:
-        if wanted in (method.name, method.__name__.lower()):
-            return _with(method, settings)
-    raise unknown("method", name, [method.name for method in METHODS])
-
-
-def _with(method: type[Method], settings: dict[str, Any]) -> Method:
-    known = [field.name for field in fields(method)]
-    for setting in settings:
-        if setting not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
-            raise ConfigurationError(f"{method.name} has no setting {setting!r}: {takes}.")
-    return method(**settings)
+    return made("method", METHODS, name, settings)
 
 
 __all__ = [

@@ -1,0 +1,39 @@
+"""Things chosen by name and settings: methods, averagings, corrections."""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from offbeat.errors import ConfigurationError, unknown
+
+
+class Named(Protocol):
+    name: ClassVar[str]
+
+
+Kind = TypeVar("Kind", bound=Named)
+
+
+def made(what: str, kinds: Sequence[type[Kind]], name: str, settings: dict[str, Any]) -> Kind:
+    """The one of these dataclasses that has this name, case ignored, with these settings."""
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    for kind in kinds:
+        if wanted in (kind.name, kind.__name__.lower()):
+            _check(kind, settings)
+            return kind(**settings)
+    raise unknown(what, name, [kind.name for kind in kinds])
+
+
+def _check(kind: Any, settings: dict[str, Any]) -> None:
+    known = {f.name: f for f in fields(kind)}
+    for setting in settings:
+        if setting not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
+            raise ConfigurationError(f"{kind.name} has no setting {setting!r}: {takes}.")
+    needed = [n for n, f in known.items() if f.default is f.default_factory is MISSING]
+    missing = [n for n in needed if n not in settings]
+    if missing:
+        example = ", ".join(f"{n}=..." for n in needed)
+        raise ConfigurationError(
+            f"{kind.name} needs {' and '.join(missing)}: give {kind.__name__}({example})."
+        )
