@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
+from offbeat.corrections import CORRECTIONS, ClipPerStage, Rewind
 from offbeat.methods import ADL, DSP, METHODS, Method, Phases, PipeDream, StaleWeights, Synchronous
 from offbeat.zoo import gpt, resnet
 
@@ -83,6 +84,11 @@ def warm_up(optimizer: Any) -> Any:
 
 
 BF16 = {"autocast": torch.bfloat16}
+ALONE = [
+    ClipPerStage(times=2.0) if kind is ClipPerStage else kind()
+    for kind in CORRECTIONS
+    if kind is not Rewind  # which needs another rule
+]
 CASES = [
     Case(name="stale weights", method=StaleWeights()),
     Case(name="pipedream", method=PipeDream()),
@@ -118,6 +124,24 @@ CASES = [
         name="hybrid",
         method=Phases((StaleWeights(), 60), (PipeDream(), 60), (Synchronous(), None)),
         settings={"clip": 2.0},
+    ),
+    *(
+        Case(
+            name=f"with {correction.name}",
+            method=PipeDream(accumulate=2),
+            settings={"corrections": [correction], "scheduler": warm_up},
+            updates=60,
+        )
+        for correction in ALONE
+    ),
+    Case(
+        name="with rewind", method=StaleWeights(), settings={"corrections": ["rewind"]}, updates=60
+    ),
+    Case(
+        name="bf16, prediction and spike compensation",
+        method=StaleWeights(backward="stash"),
+        settings={"corrections": ["predict", "spike-compensation"], **BF16},
+        channels_last=True,
     ),
     *(
         Case(name=f"{method.name}, briefly", method=method(), updates=40)

@@ -1,0 +1,109 @@
+"""Many networks as one: every seed's network is a group of channels, so one run trains them all.
+
+Small images and few channels leave a GPU idle; the same layer of many networks fills it. Nothing
+passes between groups, BatchNorm and SGD go element by element, and the loss is a sum over the
+networks: each one learns exactly what it would learn alone (tests/test_ensemble.py).
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from offbeat.zoo.resnet import BasicBlock
+
+
+def ensemble(make: Callable[[], nn.Sequential], seeds: Sequence[int]) -> nn.Sequential:
+    """The networks that ``make`` returns under each seed, as groups of channels of one network."""
+    members = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        members.append(make())
+    return nn.Sequential(*(_together(list(layers)) for layers in zip(*members, strict=True)))
+
+
+def summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """``outputs`` are (rows, networks, classes), ``targets`` (rows, networks)."""
+    total = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / len(targets)
+
+
+def side_by_side(images: Sequence[Tensor]) -> Tensor:
+    """Batches of every network's images as one batch, channels last."""
+    return torch.cat(list(images), dim=1).contiguous(memory_format=torch.channels_last)
+
+
+def _together(layers: list[nn.Module]) -> nn.Module:
+    first = layers[0]
+    if isinstance(first, nn.Conv2d):
+        return GroupedConv(layers)
+    if isinstance(first, nn.BatchNorm2d):
+        norm = nn.BatchNorm2d(len(layers) * first.num_features)
+        norm.load_state_dict(
+            {
+                name: value if value.ndim == 0 else torch.cat([_state(m)[name] for m in layers])
+                for name, value in first.state_dict().items()
+            }
+        )
+        return norm
+    if isinstance(first, nn.Linear):
+        return GroupedLinear(layers)
+    if isinstance(first, BasicBlock):
+        return GroupedBlock(layers)
+    if list(first.children()) or list(first.parameters()):
+        raise TypeError(f"an ensemble of {type(first).__name__} is not known")
+    return deepcopy(first)
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return module.state_dict()
+
+
+class GroupedConv(nn.Module):
+    """A convolution per network, each on its own group of channels."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        first = layers[0]
+        assert isinstance(first, nn.Conv2d)
+        if first.kernel_size != (3, 3) or first.padding != (1, 1) or first.bias is not None:
+            raise TypeError(f"an ensemble of {first} is not known")
+        self.groups = len(layers)
+        self.stride = first.stride[0]
+        self.weight = nn.Parameter(torch.cat([_state(m)["weight"] for m in layers]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, stride=self.stride, padding=1, groups=self.groups)
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer per network: (rows, networks x features) to (rows, networks, classes)."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([_state(m)["weight"].T for m in layers]))
+        self.bias = nn.Parameter(torch.stack([_state(m)["bias"] for m in layers]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(1, (len(self.weight), -1)).transpose(0, 1)
+        return torch.bmm(groups, self.weight).transpose(0, 1) + self.bias
+
+
+class GroupedBlock(BasicBlock):
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        first = layers[0]
+        assert isinstance(first, BasicBlock)
+        super().__init__(first.conv1.in_channels, first.conv1.out_channels)
+        for name, _ in list(self.named_children()):
+            setattr(self, name, _together([getattr(m, name) for m in layers]))
+        self.networks = len(layers)
+
+    def _shortcut(self, x: Tensor) -> Tensor:
+        if self.stride == 1:
+            return x
+        # Channels last throughout: the new, empty ones follow each network's own.
+        rows = x.permute(0, 2, 3, 1)[:, :: self.stride, :: self.stride]
+        wider = F.pad(rows.unflatten(-1, (self.networks, -1)), (0, self.new_channels))
+        return wider.flatten(-2).permute(0, 3, 1, 2)
