@@ -3,7 +3,7 @@
 Every way of a set is compared with BP of the same optimizer, learning rate, seed and batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -28,25 +28,17 @@ STAGES = 8
 """And as many transformer blocks."""
 BASELINE = "BP"
 WEIGHT_DECAY = 0.01
-ANNEAL = 0.25
-"""The share of a run over which an annealed rate by lag goes back to the full rate."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A method, the number of stages, and corrections for a run of so many updates."""
-
     method: Method
     stages: int
-    corrections: Callable[[int], Sequence[Correction]]
+    corrections: tuple[Correction, ...]
 
     @property
     def lags(self) -> tuple[int, ...]:
         return self.method.lags(self.stages)
-
-    @property
-    def corrected(self) -> bool:
-        return bool(self.corrections(1000))
 
     @property
     def micro_batches(self) -> int:
@@ -54,7 +46,7 @@ class Way:
 
 
 def _always(method: Method, *corrections: Correction, stages: int = STAGES) -> Way:
-    return Way(method, stages, lambda _: corrections)
+    return Way(method, stages, corrections)
 
 
 def _with_each_correction(order: str, method: Method) -> dict[str, Way]:
@@ -64,9 +56,6 @@ def _with_each_correction(order: str, method: Method) -> dict[str, Way]:
         f"{order} + predict fitted": _always(method, Predict(horizon="fitted")),
         f"{order} + extrapolate": _always(method, Extrapolate()),
         f"{order} + rate by lag": _always(method, RateByLag()),
-        f"{order} + rate by lag, annealed": Way(
-            method, STAGES, lambda updates: [RateByLag(anneal=max(1, int(ANNEAL * updates)))]
-        ),
         f"{order} + momentum by lag": _always(method, MomentumByLag()),
         f"{order} + look-ahead": _always(method, LookAhead()),
         f"{order} + momentum by lag, look-ahead": _always(method, MomentumByLag(), LookAhead()),
@@ -218,18 +207,14 @@ def _each(ways: Iterable[str], optimizers: Iterable[str]) -> tuple[Comparison, .
     return tuple(Comparison(way, optimizer) for optimizer, way in product(optimizers, ways))
 
 
-_ADAM_ALONE = ("look-ahead", "spike")
-_FOR_ANY = tuple(
+_EVERY_UPDATE = [
     name
     for name, way in WAYS.items()
-    if max(way.lags) > 1 and way.micro_batches == 1 and way.stages == STAGES
-    and not name.endswith(_ADAM_ALONE)
-)  # fmt: skip
-_FOR_ADAM = tuple(
-    name
-    for name, way in WAYS.items()
-    if way.stages == STAGES and way.micro_batches == 1 and name.endswith(_ADAM_ALONE)
-)
+    if way.stages == STAGES and way.micro_batches == 1
+]  # fmt: skip
+# Muon looks ahead by itself, and spike compensation is not for it. A higher momentum needs one.
+_FOR_MUON = [name for name in _EVERY_UPDATE if not name.endswith(("look-ahead", "spike"))]
+_FOR_ADAMW = [name for name in _EVERY_UPDATE if not name.endswith("momentum by lag")]
 
 TUNE = "tune"
 SETS: dict[str, Set] = {
@@ -244,8 +229,8 @@ SETS: dict[str, Set] = {
     ),
     "lag": Set(
         "An update per batch, lag up to 7 and 14: what helps?",
-        _each([BASELINE, *_FOR_ANY], ["adamw", "muon"])
-        + _each(_FOR_ADAM, ["adamw"])
+        _each([BASELINE, *_FOR_ADAMW], ["adamw"])
+        + _each([BASELINE, *_FOR_MUON], ["muon"])
         + _each([BASELINE, "1F1B, stash", "stale, stash"], ["nadamw .99"]),
         3,
     ),
@@ -266,13 +251,11 @@ SETS: dict[str, Set] = {
 }
 
 
-def guessed_ms(way: str, optimizer: str) -> float:
-    """Milliseconds per update with 14 runs at a time on a GPU: guesses, to plan by."""
+def guessed_ms(way: str, optimizer: str, parallel: int) -> float:
+    """Milliseconds per update of one run among many on a GPU: guesses, to plan by."""
     chosen = WAYS[way]
-    if chosen.stages == 1:
-        return 5.0 if optimizer != "muon" else 8.0
-    forward_and_backward = 6.0 + 5.0 * (chosen.micro_batches - 1)
-    update = 3.0
-    if chosen.corrected:
-        update = 16.0 if optimizer == "muon" else 9.0
-    return forward_and_backward + update
+    gpu = 1.6 + 0.35 * (chosen.micro_batches - 1) + (0.3 if optimizer == "muon" else 0.0)
+    cpu = 0.4 * chosen.stages + 5.0 * (chosen.micro_batches - 1)
+    if chosen.corrections:
+        cpu += 13.0 if optimizer == "muon" else 6.0
+    return max(cpu, parallel * gpu)

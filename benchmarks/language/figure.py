@@ -42,11 +42,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 def _drawable(found: Sequence[Found]) -> list[Found]:
     """Without BP itself, and without what has no gap or diverged."""
-    return [
-        summary
-        for summary in found
-        if summary.way != BASELINE and summary.gap is not None and math.isfinite(summary.gap)
-    ]
+    return [summary for summary in found if summary.way != BASELINE and math.isfinite(summary.gap)]
 
 
 def _lines(found: Sequence[Found]) -> int:

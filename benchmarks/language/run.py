@@ -97,9 +97,9 @@ class Pool:
             ready = wait(list(self._busy), max(0.0, self._until + 5.0 - time.monotonic()))
             if not ready:
                 break
-            for link in ready:
-                assert isinstance(link, Connection)
-                self._take(link)
+            for answering in ready:
+                assert isinstance(answering, Connection)
+                self._take(answering)
         if left:
             print(f"{len(left)} jobs were not started", flush=True)
 
@@ -168,7 +168,7 @@ def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]
         and comparison.optimizer in rates
         and (comparison.way == BASELINE or any(fnmatch(comparison.way, p) for p in patterns))
     ]
-    chosen.sort(key=lambda comparison: -guessed_ms(comparison.way, comparison.optimizer))
+    chosen.sort(key=lambda comparison: -guessed_ms(comparison.way, comparison.optimizer, 1))
     return [
         _job(arguments, comparison.way, comparison.optimizer, rates[comparison.optimizer], seed)
         for seed in arguments.seeds or range(SETS[name].seeds)
@@ -210,11 +210,11 @@ def plan(arguments: argparse.Namespace) -> str:
         jobs = _all_jobs(arguments, name, guessed)
         jobs = [job for job in new_ones(jobs, stored) if job.key not in seen]
         seen |= {job.key for job in jobs}
-        of_jobs = [
-            fmean(measured.get((job.way, job.optimizer)) or [guessed_ms(job.way, job.optimizer)])
-            * job.updates / 1e3
-            for job in jobs
-        ]  # fmt: skip
+        of_jobs = []
+        for job in jobs:
+            known = measured.get((job.way, job.optimizer))
+            guess = guessed_ms(job.way, job.optimizer, arguments.parallel)
+            of_jobs.append((fmean(known) if known else guess) * job.updates / 1e3)
         seconds = sum(of_jobs) / arguments.parallel + max(of_jobs, default=0.0) / 2
         lines.append(
             f"{name:8} {len(jobs):4} runs, {sum(of_jobs):6.0f} s of runs,"
@@ -269,7 +269,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     made.add_argument("--lr", nargs="+", default=[], help="not the tuned ones: 'adamw=0.002'")
     made.add_argument("--seeds", type=int, nargs="+", help="by default as many as the set has")
-    made.add_argument("--updates", type=int, default=1500)
+    made.add_argument("--updates", type=int, default=1000)
     made.add_argument("--rows", type=int, default=32, help="per update")
     made.add_argument("--context", type=int, default=128)
     made.add_argument("--width", type=int, default=256)

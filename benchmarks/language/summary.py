@@ -44,8 +44,9 @@ class Found:
     seconds: float
 
     @property
-    def gap(self) -> float | None:
-        return fmean(self.gaps) if self.gaps else None
+    def gap(self) -> float:
+        """The mean; not a number where there is no pair."""
+        return fmean(self.gaps) if self.gaps else math.nan
 
     @property
     def half(self) -> float | None:
@@ -180,7 +181,7 @@ def curve_table(found: Sequence[Found]) -> str:
 
 def verdict(summary: Found) -> str:
     """Whether the gap is small enough: for certain, by its mean alone, or not."""
-    if summary.gap is None or summary.gap > TARGET:
+    if not summary.gap <= TARGET:
         return "no"
     half = summary.half
     return "yes" if half is not None and summary.gap + half <= TARGET else "by the mean"
@@ -200,7 +201,7 @@ def _losses(losses: Sequence[float]) -> str:
 
 def _gap(summary: Found) -> str:
     gap, half = summary.gap, summary.half
-    if gap is None:
+    if math.isnan(gap):
         return "no pair"
     if not math.isfinite(gap):
         return "diverged"

@@ -72,14 +72,14 @@ def trainer_of(job: Job, device: torch.device, engine: Any = None) -> offbeat.Tr
     torch.manual_seed(job.seed)
     model = gpt(VOCABULARY, job.context, STAGES, job.width, heads=4).to(device)
     # Corrections read the rate on the host, and their updates are not recorded anyway.
-    recorded = engine == "streams" and not way.corrected
+    recorded = engine == "streams" and not way.corrections
     return offbeat.Trainer(
         model,
         loss=loss_of,
         optimizer=optimizer_factory(job.optimizer, job.lr, model, recorded=recorded),
         scheduler=lambda made: LambdaLR(made, lambda n: share_of_rate(n, job.updates)),
         method=way.method,
-        corrections=list(way.corrections(job.updates)),
+        corrections=way.corrections,
         # One block per stage; the first has the embedding too, the last the head.
         **({"stages": 1} if way.stages == 1 else {"cuts": range(2, way.stages + 1)}),
         seed=job.seed,
