@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.language.configurations import BASELINE, SETS
+from benchmarks.language.configurations import BASELINE, SETS, WAYS
 from benchmarks.language.run import rows_in
 from benchmarks.language.summary import TARGET, Found, Row, found_in, settings_of
 from matplotlib.axes import Axes
@@ -23,6 +23,8 @@ LOOKS = {
     "muon": ("#0072B2", "D"),
 }
 INK = "#444444"
+LINEAR = 0.01
+"""Nats around zero that are drawn in proportion where larger gaps are drawn as logarithms."""
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -33,9 +35,11 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(8.5, sum(heights)), layout="constrained")
     curve, above, below = figure.subplots(3, 1, height_ratios=heights)
     draw_curve(curve, delayed)
+    curve.set_yscale("symlog", linthresh=LINEAR)
     draw_ways(above, target, "A lag of at most 1 (M=8), 2 (M=4), 4 (M=2)")
     above.axvline(TARGET, color=INK, linewidth=0.8, linestyle="--")
     draw_ways(below, found["lag"], "An update per batch: lag up to 7 (1F1B) and 14 (stale)")
+    below.set_xscale("symlog", linthresh=LINEAR)
     below.set_xlabel("validation loss minus BP's, nats (bars: 95 % intervals)")
     return figure
 
@@ -76,7 +80,7 @@ def draw_curve(axes: Axes, found: Sequence[Found]) -> None:
 
 
 def draw_ways(axes: Axes, found: Sequence[Found], title: str) -> None:
-    ways = list(dict.fromkeys(summary.way for summary in found))[::-1]
+    ways = [way for way in WAYS if any(summary.way == way for summary in found)][::-1]
     optimizers = [name for name in LOOKS if any(s.optimizer == name for s in found)]
     for number, optimizer in enumerate(optimizers):
         colour, marker = LOOKS[optimizer]

@@ -20,6 +20,7 @@ from benchmarks.language.configurations import (
     Comparison,
     Set,
 )
+from benchmarks.language.data import VOCABULARY
 from benchmarks.language.run import rows_in
 from benchmarks.language.training import job_of
 
@@ -27,6 +28,7 @@ Row = dict[str, Any]
 
 TARGET = 0.005
 """Nats behind BP that count as nothing."""
+GUESSING = math.log(VOCABULARY)
 CURVES = ("curve", "far")
 
 
@@ -98,7 +100,9 @@ def _is(row: Row, way: str, optimizer: str, lr: float) -> bool:
 
 
 def loss_of(row: Row) -> float:
-    return math.inf if row["loss"] is None else float(row["loss"])
+    """Infinite where the run ended worse than guessing."""
+    loss = row["loss"]
+    return math.inf if loss is None or loss > GUESSING else float(loss)
 
 
 # ------------------------------------------------------------------------- Markdown
