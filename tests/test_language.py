@@ -95,6 +95,14 @@ def test_a_run_reports_what_is_compared(text: Text) -> None:
     assert found["lags"] == [1]
 
 
+def test_a_run_that_diverges_ends_early_and_has_no_loss(text: Text) -> None:
+    job = job_for(Comparison("BP", "sgd"), updates=8, lr=1e30)
+    found = train(job, text, CPU, until=math.inf)
+    assert found is not None
+    assert found["curve"] == [[2, None]]
+    assert found["loss"] is None
+
+
 def test_the_rate_goes_up_and_down() -> None:
     shares = [share_of_rate(update, 100) for update in range(100)]
     assert shares[9] == 1.0

@@ -201,9 +201,7 @@ def plan(arguments: argparse.Namespace) -> str:
     stored = rows_in(arguments.out)
     measured: dict[tuple[str, str], list[float]] = {}
     for row in stored:
-        measured.setdefault((row["way"], row["optimizer"]), []).append(
-            1e3 * row["seconds"] / row["updates"]
-        )
+        measured.setdefault((row["way"], row["optimizer"]), []).append(row["ms_per_update"])
     guessed = {name: recipe.rates[1] for name, recipe in OPTIMIZERS.items()}
     lines, seen = [], set[str]()
     for name in arguments.only:

@@ -109,7 +109,7 @@ def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str
     batches = text.batches(
         updates=job.updates, rows=job.rows, context=job.context, seed=1000 + job.seed
     )
-    start, curve = time.monotonic(), []
+    start, curve, passed = time.monotonic(), [], [(0, 0.0)]
     ends = {-(-job.updates * part // EVALUATIONS) for part in range(1, EVALUATIONS + 1)}
     for update, (x, y) in enumerate(batches, start=1):
         trainer.step(x, y)
@@ -117,6 +117,7 @@ def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str
             trainer.flush()
         if update in ends:
             loss = trainer.evaluate(validation).loss
+            passed.append((update, time.monotonic() - start))
             curve.append([update, round(loss, 6) if math.isfinite(loss) else None])
             if curve[-1][1] is None:
                 break
@@ -127,9 +128,16 @@ def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str
         "curve": curve,
         "lags": list(trainer.lags),
         "stages": trainer.stages,
-        "seconds": round(time.monotonic() - start, 2),
+        "seconds": round(passed[-1][1], 2),
+        "ms_per_update": round(_milliseconds(passed), 3),
         "memory_gib": _memory(device),
     }
+
+
+def _milliseconds(passed: list[tuple[int, float]]) -> float:
+    """Per update of the second half: the first has the recording in it."""
+    (first, start), (last, end) = passed[(len(passed) - 1) // 2], passed[-1]
+    return 1e3 * (end - start) / (last - first)
 
 
 def _memory(device: torch.device) -> float | None:
