@@ -1,0 +1,293 @@
+"""What staleness costs a small GPT and what gives it back: validation loss against BP.
+
+All ways of a seed train the same model on the same batches in the same order from the same weights,
+with one optimizer and schedule. Many runs share a GPU, a process each; every run is appended as it
+ends, and a run that is there already is not run again. Learning rates are those of the stored runs
+of the set "tune" with the lowest loss.
+
+    python -m benchmarks.language.pack /work/shared/data/enwik8/enwik8.xz language-data
+    python -m benchmarks.language.run --data language-data --only tune target --limit-s 200
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict
+from fnmatch import fnmatch
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from benchmarks.averaging import mps
+from benchmarks.averaging.summary import read
+from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, guessed_ms
+from benchmarks.language.data import Text
+from benchmarks.language.training import Job, job_of, train
+
+import offbeat
+
+MARGIN_S = 8.0
+Row = dict[str, Any]
+Rates = dict[str, float]
+
+
+# ------------------------------------------------------------------------- processes
+
+
+def work(folder: Path, device_name: str, link: Connection, until: float) -> None:
+    """What a process does: one job after the other."""
+    torch.set_num_threads(1)
+    device = torch.device(device_name, 0) if device_name == "cuda" else torch.device(device_name)
+    text = Text(folder, device)
+    link.send(None)
+    while (job := link.recv()) is not None:
+        try:
+            link.send(train(job, text, device, until))
+        except Exception as error:
+            traceback.print_exc()
+            link.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+class Pool:
+    """Processes that wait for jobs; what they find is stored as it comes."""
+
+    def __init__(self, arguments: argparse.Namespace, served: bool, until: float) -> None:
+        self._out: Path = arguments.out
+        self._until = until
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, Job | None] = {}
+        self._start = time.monotonic()
+        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        context = multiprocessing.get_context("spawn")
+        self._processes = []
+        for _ in range(arguments.parallel):
+            here, there = context.Pipe()
+            settings = (arguments.data, arguments.device, there, until)
+            process = context.Process(target=work, args=settings, daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._busy[here] = None  # until it says that it is ready
+        self._where = {
+            "torch": torch.__version__,
+            "offbeat": offbeat.__version__,
+            "python": platform.python_version(),
+            "parallel": arguments.parallel,
+            "mps": served,
+            "device": arguments.device,
+        }
+
+    def finish(self, jobs: list[Job]) -> None:
+        """Hands out jobs until none is left and all have ended, or the time is up."""
+        left = jobs[::-1]
+        while True:
+            while left and self._idle and time.monotonic() < self._until:
+                link = self._idle.pop()
+                self._busy[link] = left.pop()
+                link.send(self._busy[link])
+            if not self._busy or (not left and not any(self._busy.values())):
+                break
+            ready = wait(list(self._busy), max(0.0, self._until + 5.0 - time.monotonic()))
+            if not ready:
+                break
+            for answering in ready:
+                assert isinstance(answering, Connection)
+                self._take(answering)
+        if left:
+            print(f"{len(left)} jobs were not started", flush=True)
+
+    def _take(self, link: Connection) -> None:
+        job = self._busy.pop(link)
+        try:
+            found = link.recv()
+        except (EOFError, OSError):  # the process has died, and its job with it
+            print("a process died with", job, flush=True)
+            return
+        self._idle.append(link)
+        if job is not None and found is not None:
+            self._store(asdict(job) | found | self._where)
+
+    def _store(self, row: Row) -> None:
+        with self._out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        what = row.get("error") or f"{row['loss']} in {row['seconds']:.1f} s"
+        passed = time.monotonic() - self._start
+        name = f"{row['way']}, {row['optimizer']} {row['lr']:g}, seed {row['seed']}"
+        print(f"{passed:6.1f} s  {name}: {what}", flush=True)
+
+    def close(self) -> None:
+        for link in self._idle:
+            link.send(None)
+        for process in self._processes:
+            process.join(1.0)
+            process.kill()
+
+
+# ------------------------------------------------------------------------- jobs
+
+
+def rows_in(path: Path) -> list[Row]:
+    """Runs that ended; those with an error are to be run again."""
+    return [row for row in read(path) if "error" not in row] if path.exists() else []
+
+
+def tuning_jobs(arguments: argparse.Namespace, optimizers: Iterable[str]) -> list[Job]:
+    return [
+        _job(arguments, BASELINE, optimizer, lr, seed=0)
+        for optimizer in optimizers
+        for lr in OPTIMIZERS[optimizer].rates
+    ]
+
+
+def best_rates(rows: Iterable[Row], wanted: Iterable[Job]) -> Rates:
+    """Of each optimizer for which all ``wanted`` runs are stored, the rate with the lowest loss."""
+    losses = {job_of(row).key: row["loss"] for row in rows}
+    missing = {job.optimizer for job in wanted if job.key not in losses}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for job in wanted:
+        loss = losses.get(job.key)
+        if job.optimizer not in missing and loss is not None:
+            found.setdefault(job.optimizer, []).append((loss, job.lr))
+    return {optimizer: min(pairs)[1] for optimizer, pairs in found.items()}
+
+
+def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]:
+    """Seed by seed, the longest first: whatever the time allows is nearly a whole comparison."""
+    patterns = [pattern.strip() for pattern in arguments.ways.split(";")]
+    chosen = [
+        comparison
+        for comparison in SETS[name].comparisons
+        if comparison.optimizer in arguments.optimizers
+        and comparison.optimizer in rates
+        and (comparison.way == BASELINE or any(fnmatch(comparison.way, p) for p in patterns))
+    ]
+    chosen.sort(key=lambda comparison: -guessed_ms(comparison.way, comparison.optimizer, 1))
+    return [
+        _job(arguments, comparison.way, comparison.optimizer, rates[comparison.optimizer], seed)
+        for seed in arguments.seeds or range(SETS[name].seeds)
+        for comparison in chosen
+    ]
+
+
+def _job(arguments: argparse.Namespace, way: str, optimizer: str, lr: float, seed: int) -> Job:
+    return Job(
+        way=way,
+        optimizer=optimizer,
+        lr=lr,
+        seed=seed,
+        updates=arguments.updates,
+        rows=arguments.rows,
+        context=arguments.context,
+        width=arguments.width,
+        precision=arguments.precision,
+    )
+
+
+def new_ones(jobs: Iterable[Job], rows: Iterable[Row]) -> list[Job]:
+    """Each once, and none that is stored."""
+    known = {job_of(row).key for row in rows}
+    return [job for job in {job.key: job for job in jobs}.values() if job.key not in known]
+
+
+def plan(arguments: argparse.Namespace) -> str:
+    """Runs and seconds per set, by stored runs of the same kind where there are any."""
+    stored = rows_in(arguments.out)
+    measured: dict[tuple[str, str], list[float]] = {}
+    for row in stored:
+        measured.setdefault((row["way"], row["optimizer"]), []).append(row["ms_per_update"])
+    guessed = {name: recipe.rates[1] for name, recipe in OPTIMIZERS.items()}
+    lines, seen = [], set[str]()
+    for name in arguments.only:
+        jobs = _all_jobs(arguments, name, guessed)
+        jobs = [job for job in new_ones(jobs, stored) if job.key not in seen]
+        seen |= {job.key for job in jobs}
+        of_jobs = []
+        for job in jobs:
+            known = measured.get((job.way, job.optimizer))
+            guess = guessed_ms(job.way, job.optimizer, arguments.parallel)
+            of_jobs.append((fmean(known) if known else guess) * job.updates / 1e3)
+        seconds = sum(of_jobs) / arguments.parallel + max(of_jobs, default=0.0) / 2
+        lines.append(
+            f"{name:8} {len(jobs):4} runs, {sum(of_jobs):6.0f} s of runs,"
+            f" about {seconds:4.0f} s with {arguments.parallel} at a time: {SETS[name].question}"
+        )
+    return "\n".join(lines)
+
+
+def _all_jobs(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]:
+    if name == TUNE:
+        return tuning_jobs(arguments, arguments.optimizers)
+    return jobs_of(arguments, name, rates)
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def run(arguments: argparse.Namespace, served: bool) -> None:
+    pool = Pool(arguments, served, time.monotonic() + arguments.limit_s - MARGIN_S)
+    tuning = tuning_jobs(arguments, arguments.optimizers)
+    try:
+        if TUNE in arguments.only:
+            pool.finish(new_ones(tuning, rows_in(arguments.out)))
+        rows = rows_in(arguments.out)
+        rates = best_rates(rows, tuning) | arguments.lr
+        print("learning rates:", rates, flush=True)
+        unknown = set(arguments.optimizers) - set(rates)
+        if unknown:
+            print(f"left out, --only {TUNE} or --lr first: {', '.join(unknown)}", flush=True)
+        sets = [name for name in arguments.only if name != TUNE]
+        jobs = new_ones((job for name in sets for job in jobs_of(arguments, name, rates)), rows)
+        print(f"{len(jobs)} runs", flush=True)
+        pool.finish(jobs)
+    finally:
+        pool.close()
+
+
+def _rates(words: list[str]) -> Rates:
+    pairs = [word.rpartition("=") for word in words]
+    return {name: float(value) for name, _, value in pairs}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description="What staleness costs a small GPT.")
+    made.add_argument("--data", type=Path, required=True, help="the folder that pack.py wrote")
+    made.add_argument("--out", type=Path, default=Path("results.jsonl"), help="appended to")
+    made.add_argument(
+        "--only", nargs="+", choices=SETS, default=[TUNE, "target", "lag", "curve"],
+        help="sets of runs, the most important first",
+    )  # fmt: skip
+    made.add_argument("--ways", default="*", help="of these sets, as in '1F1B*'; BP always")
+    made.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    made.add_argument("--lr", nargs="+", default=[], help="not the tuned ones: 'adamw=0.002'")
+    made.add_argument("--seeds", type=int, nargs="+", help="by default as many as the set has")
+    made.add_argument("--updates", type=int, default=1000)
+    made.add_argument("--rows", type=int, default=32, help="per update")
+    made.add_argument("--context", type=int, default=128)
+    made.add_argument("--width", type=int, default=256)
+    made.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
+    made.add_argument("--device", default="cuda")
+    made.add_argument("--parallel", type=int, default=14)
+    made.add_argument("--limit-s", type=float, default=1e6)
+    made.add_argument("--plan", action="store_true", help="say how long it would take, and end")
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    arguments.lr = _rates(arguments.lr)
+    if arguments.plan:
+        print(plan(arguments))
+        return
+    with mps.sharing(arguments.device.startswith("cuda")) as served:
+        run(arguments, served)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The results as Markdown: per set, validation loss and its gap to BP, paired by seed.
+
+python -m benchmarks.language.summary benchmarks/language/results.jsonl --out table.md
+"""
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.averaging.summary import half_width
+from benchmarks.language.configurations import (
+    BASELINE,
+    OPTIMIZERS,
+    SETS,
+    TUNE,
+    Comparison,
+    Set,
+)
+from benchmarks.language.data import VOCABULARY
+from benchmarks.language.run import rows_in
+from benchmarks.language.training import job_of
+
+Row = dict[str, Any]
+
+TARGET = 0.005
+"""Nats behind BP that count as nothing."""
+GUESSING = math.log(VOCABULARY)
+CURVES = ("curve", "far")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One way with one optimizer at one learning rate, over seeds; diverged runs are infinite."""
+
+    way: str
+    optimizer: str
+    lr: float
+    lags: tuple[int, ...]
+    losses: Sequence[float]
+    gaps: Sequence[float]
+    """To BP, one per seed that both have."""
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """The mean; not a number where there is no pair."""
+        return fmean(self.gaps) if self.gaps else math.nan
+
+    @property
+    def half(self) -> float | None:
+        """Of the 95 % interval of the gap; None where there is none."""
+        return half_width(list(self.gaps)) if all(map(math.isfinite, self.gaps)) else None
+
+
+def settings_of(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows that can be compared, those with the most runs first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(job_of(row).setting, []).append(row)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
+    """In the order of the set; BP only at rates at which something else was run."""
+    used = {(row["optimizer"], row["lr"]) for row in rows if row["way"] != BASELINE}
+    made = []
+    for comparison in of.comparisons:
+        rates = sorted(lr for optimizer, lr in used if optimizer == comparison.optimizer)
+        for lr in rates:
+            summary = _found(rows, comparison, lr)
+            if summary is not None:
+                made.append(summary)
+    return made
+
+
+def _found(rows: Sequence[Row], of: Comparison, lr: float) -> Found | None:
+    mine = {r["seed"]: r for r in rows if _is(r, of.way, of.optimizer, lr)}
+    base = {r["seed"]: loss_of(r) for r in rows if _is(r, BASELINE, of.optimizer, lr)}
+    if not mine:
+        return None
+    seeds = sorted(mine)
+    losses = {seed: loss_of(mine[seed]) for seed in seeds}
+    return Found(
+        way=of.way,
+        optimizer=of.optimizer,
+        lr=lr,
+        lags=tuple(mine[seeds[0]]["lags"]),
+        losses=[losses[seed] for seed in seeds],
+        gaps=[losses[seed] - base[seed] for seed in seeds if seed in base],
+        seconds=fmean(mine[seed]["seconds"] for seed in seeds),
+    )
+
+
+def _is(row: Row, way: str, optimizer: str, lr: float) -> bool:
+    return (row["way"], row["optimizer"], row["lr"]) == (way, optimizer, lr)
+
+
+def loss_of(row: Row) -> float:
+    """Infinite where the run ended worse than guessing."""
+    loss = row["loss"]
+    return math.inf if loss is None or loss > GUESSING else float(loss)
+
+
+# ------------------------------------------------------------------------- Markdown
+
+
+def text_of(rows: Sequence[Row]) -> str:
+    parts = []
+    for comparable in settings_of(rows):
+        job = job_of(comparable[0])
+        parts.append(
+            f"{job.updates} updates of {job.rows} rows of {job.context} bytes, width {job.width},"
+            f" {job.precision}; {len(comparable)} runs. Losses in nats per byte, gaps to BP of the"
+            " same optimizer, learning rate and seed with 95 % intervals."
+        )
+        parts.append(f"### {TUNE}: {SETS[TUNE].question}\n\n{tuning_table(comparable)}")
+        for name, of in SETS.items():
+            found = found_in(comparable, of)
+            if name != TUNE and any(summary.way != BASELINE for summary in found):
+                table = curve_table(found) if name in CURVES else gap_table(found)
+                parts.append(f"### {name}: {of.question}\n\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def tuning_table(rows: Sequence[Row]) -> str:
+    lines = ["| optimizer | learning rates: loss of BP, seed 0 | chosen |", "|---|---|---|"]
+    for optimizer, recipe in OPTIMIZERS.items():
+        losses = {
+            row["lr"]: loss_of(row)
+            for row in rows
+            if row["way"] == BASELINE and row["optimizer"] == optimizer and row["seed"] == 0
+        }
+        if not losses:
+            continue
+        best = min(losses, key=losses.__getitem__)
+        edge = " (at the edge)" if best in (recipe.rates[0], recipe.rates[-1]) else ""
+        cells = [f"{lr:g}: {_loss(losses[lr])}" for lr in sorted(losses)]
+        lines.append(f"| {optimizer} | {', '.join(cells)} | {best:g}{edge} |")
+    return "\n".join(lines)
+
+
+def gap_table(found: Sequence[Found]) -> str:
+    lines = [
+        f"| optimizer | way | lag | loss | gap to BP | at most {TARGET} | seeds | s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for summary in found:
+        base = summary.way == BASELINE
+        cells = [
+            f"{summary.optimizer}, {summary.lr:g}",
+            summary.way,
+            str(max(summary.lags)),
+            _losses(summary.losses),
+            "" if base else _gap(summary),
+            "" if base else verdict(summary),
+            str(len(summary.losses)),
+            f"{summary.seconds:.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def curve_table(found: Sequence[Found]) -> str:
+    """A line per optimizer, a column per delay."""
+    delays = sorted({max(summary.lags) for summary in found if summary.way != BASELINE})
+    lines = [
+        "| optimizer | BP | " + " | ".join(f"delay {delay}" for delay in delays) + " |",
+        "|---" * (len(delays) + 2) + "|",
+    ]
+    for optimizer, lr in dict.fromkeys((summary.optimizer, summary.lr) for summary in found):
+        of_line = {
+            max(summary.lags): summary
+            for summary in found
+            if (summary.optimizer, summary.lr) == (optimizer, lr)
+        }
+        cells = [_losses(of_line[0].losses) if 0 in of_line else ""]
+        cells += [_gap(of_line[delay]) if delay in of_line else "" for delay in delays]
+        lines.append(f"| {optimizer}, {lr:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdict(summary: Found) -> str:
+    """Whether the gap is small enough: for certain, by its mean alone, or not."""
+    if not summary.gap <= TARGET:
+        return "no"
+    half = summary.half
+    return "yes" if half is not None and summary.gap + half <= TARGET else "by the mean"
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+
+
+def _losses(losses: Sequence[float]) -> str:
+    diverged = sum(not math.isfinite(loss) for loss in losses)
+    if diverged:
+        return f"{diverged} of {len(losses)} diverged"
+    spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
+    return f"{fmean(losses):.4f}{spread}"
+
+
+def _gap(summary: Found) -> str:
+    gap, half = summary.gap, summary.half
+    if math.isnan(gap):
+        return "no pair"
+    if not math.isfinite(gap):
+        return "diverged"
+    if half is None:
+        return f"{gap:+.4f}"
+    return f"{gap:+.4f} ({gap - half:+.4f} to {gap + half:+.4f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The language results as Markdown.")
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--out", type=Path, help="by default printed")
+    arguments = parser.parse_args()
+    text = text_of(rows_in(arguments.results))
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
