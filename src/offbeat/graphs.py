@@ -69,10 +69,10 @@ class _Slot:
     """Of the outputs, as they arrive."""
     sent: list[Tensor | None]
     """Of the inputs."""
-    flown: Instant
-    """When its forward has ended."""
+    flown: Instant | None
+    """When its forward has ended; None where its backward is queued behind that anyway."""
     landed: Instant | None = None
-    """When its memory may be written again."""
+    """When its memory may be written again; likewise."""
 
     def __init__(self, kind: _Kind, given: Nest, target: Nest) -> None:
         self.kind = kind
@@ -191,7 +191,7 @@ class GraphStage(Stage):
             # What arrives may be memory that the stage before will write again.
             own = nest.replace(given, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
             found = super().forward(batch, own, target, scale=scale, version=version)
-            self._flown = self.lane.now()
+            self._flown = self._mark(self.lane)
             return found
         if slot.landed is not None:
             self.lane.wait(slot.landed)
@@ -205,7 +205,7 @@ class GraphStage(Stage):
             self.lane.seed(self._seed_of(batch))
         slot.forward.replay()
         slot.draws = slot.draws and self.lane.drew()
-        slot.flown = self._flown = self.lane.now()
+        slot.flown = self._flown = self._mark(self.lane)
         self._taken[batch] = slot
         self._peak = max(self._peak, self.in_flight)
         # Nobody answers a stage with a loss of its own, so nothing says when its output was read.
@@ -226,7 +226,8 @@ class GraphStage(Stage):
                 sent = _delivered(self._backward_unrecorded(batch, gradients), places)
             self.back.wait(self.lane.now())
             return sent
-        self.back.wait(slot.flown)
+        if slot.flown is not None:
+            self.back.wait(slot.flown)
         self._take(gradients, slot)
         self._make_room()
         if slot.draws and self._rule == "recompute":
@@ -235,15 +236,19 @@ class GraphStage(Stage):
         self.corrector.arrived(batch)
         self._gather()
         sent = _delivered(slot.sent, places)
-        slot.landed = self.back.now()
+        slot.landed = self._mark(self.back)
         self._free[slot.kind].append(slot)
         return sent
 
+    def _mark(self, lane: Lane) -> Instant | None:
+        """What the other lane has to wait for; None if this stage has only one."""
+        return None if self.back is self.lane else lane.now()
+
     def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> None:
-        self._show_gradients()
         if norms is None:
             self._clip_to = max_norm  # a part of the update, to be recorded with it
         else:
+            self._show_gradients()
             super().clip(max_norm, norms)
 
     def drop_gradients(self) -> None:
@@ -256,7 +261,6 @@ class GraphStage(Stage):
         return super().gradient_norms()
 
     def update(self) -> None:
-        self._show_gradients()
         if self._flown is not None:
             self.back.wait(self._flown)  # forwards read the weights that are written now
         self._save_version_in_use()
@@ -268,7 +272,7 @@ class GraphStage(Stage):
         self._gathered = 0
         self._clip_to = None
         self._end_update()
-        self._updated = self.back.now()
+        self._updated = self._mark(self.back)
 
     # ---------------------------------------------------------------- slots
 
@@ -509,6 +513,7 @@ class GraphStage(Stage):
                 parameter.grad = place if self._gathered else None
 
     def _clip_and_step(self) -> None:
+        self._show_gradients()
         if self._clip_to is not None:
             super().clip(self._clip_to)
         self._step_optimizers()

@@ -131,8 +131,10 @@ class Worker:
 
     def ready(self) -> bool:
         """Whether the next action, if there is one, has all its messages."""
+        if not self.pending:
+            return False
         arrived = self.transport.arrived
-        return bool(self.pending) and all(arrived(key) for key in self.needs(self.pending[0]))
+        return all([arrived(key) for key in self.needs(self.pending[0])])
 
     def advance(self) -> None:
         """Carries out the next action, waiting for its messages if need be."""
@@ -144,7 +146,12 @@ class Worker:
             if self._faults is not None:
                 first = self._first_update if action.kind == "U" else self._first_batch
                 self._faults.before(Action(self._index, action.kind, first + action.batch))
-            {"F": self._forward, "B": self._backward, "U": self._update}[action.kind](action)
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "B":
+                self._backward(action)
+            else:
+                self._update(action)
         except Exception as error:
             error.add_note(f"offbeat: this happened at {action} (stage, action, batch).")
             raise

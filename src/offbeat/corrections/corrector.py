@@ -210,6 +210,8 @@ class Corrector:
 
     def observe(self) -> None:
         """After an update and the learning rate's own step."""
+        if not self.active:
+            return
         with torch.no_grad():
             for hook in self._hooks:
                 hook.observe(self._before)
