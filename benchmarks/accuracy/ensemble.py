@@ -52,7 +52,7 @@ def _together(layers: list[nn.Module]) -> nn.Module:
         return GroupedLinear(layers)
     if isinstance(first, BasicBlock):
         return GroupedBlock(layers)
-    if list(first.children()) or list(first.parameters()):
+    if any(True for _ in first.parameters()):
         raise TypeError(f"an ensemble of {type(first).__name__} is not known")
     return deepcopy(first)
 

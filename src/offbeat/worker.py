@@ -131,10 +131,7 @@ class Worker:
 
     def ready(self) -> bool:
         """Whether the next action, if there is one, has all its messages."""
-        if not self.pending:
-            return False
-        arrived = self.transport.arrived
-        return all([arrived(key) for key in self.needs(self.pending[0])])
+        return bool(self.pending) and all(map(self.transport.arrived, self.needs(self.pending[0])))
 
     def advance(self) -> None:
         """Carries out the next action, waiting for its messages if need be."""
