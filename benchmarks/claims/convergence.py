@@ -3,13 +3,14 @@
     PYTHONPATH=src python -m benchmarks.claims.convergence choose --out choice.jsonl  # c, for BP
     PYTHONPATH=src python -m benchmarks.claims.convergence run --scale 2 --out convergence.jsonl
 
+All seeds are trained at once, as slices of one network that have nothing to do with each other.
 Runs that the file already has are not repeated.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -66,45 +67,74 @@ class Problem:
         images, classes, _, _ = digits()
         return Problem(images.flatten(1), classes)
 
-    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows drawn at random with replacement, without end."""
-        generator = torch.Generator().manual_seed(seed)
+    def batches(self, seeds: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows drawn at random with replacement, without end: (rows, seeds, ...)."""
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         while True:
-            rows = torch.randint(len(self.y), (BATCH,), generator=generator)
-            wrong = torch.rand(BATCH, generator=generator) < WRONG_LABELS
-            drawn = torch.randint(10, (BATCH,), generator=generator)
-            yield self.x[rows], torch.where(wrong, drawn, self.y[rows])
+            drawn = [self._batch(generator) for generator in generators]
+            yield torch.stack([x for x, _ in drawn], 1), torch.stack([y for _, y in drawn], 1)
 
-    def look(self, model: nn.Module, weights: dict[str, Tensor]) -> tuple[float, float]:
-        """``f`` and the squared norm of its whole gradient."""
+    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        rows = torch.randint(len(self.y), (BATCH,), generator=generator)
+        wrong = torch.rand(BATCH, generator=generator) < WRONG_LABELS
+        drawn = torch.randint(10, (BATCH,), generator=generator)
+        return self.x[rows], torch.where(wrong, drawn, self.y[rows])
+
+    def look(self, model: nn.Module, weights: dict[str, Tensor]) -> tuple[list[float], list[float]]:
+        """``f`` and the squared norm of its whole gradient, seed by seed."""
         model.load_state_dict(weights)
         model.zero_grad()
-        value = F.cross_entropy(model(self.x), self.y, label_smoothing=WRONG_LABELS)
-        value.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return float(value.detach()), sum(float((g**2).sum()) for g in gradients)
+        seeds = len(next(model.parameters()))
+        outputs = model(self.x.unsqueeze(1).expand(-1, seeds, -1))
+        values = torch.stack(
+            [F.cross_entropy(o, self.y, label_smoothing=WRONG_LABELS) for o in outputs.unbind(1)]
+        )
+        values.sum().backward()
+        gradients = [p.grad.flatten(1) for p in model.parameters() if p.grad is not None]
+        return values.tolist(), torch.cat(gradients, 1).square().sum(1).tolist()
 
 
-def network() -> nn.Sequential:
+class Linear(nn.Module):
+    """As many linear layers as there are seeds: (rows, seeds, in) to (rows, seeds, out)."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([layer.weight.detach().T for layer in layers]))
+        self.bias = nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in layers]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x.transpose(0, 1), self.weight).transpose(0, 1)
+
+
+def network(seeds: Sequence[int]) -> nn.Sequential:
     """Smooth, without BatchNorm; one linear layer per stage, from Xavier's distribution."""
-    linear = [nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10)]
-    for layer in linear:
-        nn.init.xavier_normal_(layer.weight, gain=5 / 3)
-        nn.init.zeros_(layer.bias)
-    first, second, third, last = linear
+    first, second, third, last = (
+        Linear(layers) for layers in zip(*map(first_layers, seeds), strict=True)
+    )
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third, nn.Tanh(), last)
 
 
-def trainer_of(contestant: Contestant, rate: float, seed: int) -> offbeat.Trainer:
+def first_layers(seed: int) -> list[nn.Linear]:
     torch.manual_seed(seed)
+    layers = [nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10)]
+    for layer in layers:
+        nn.init.xavier_normal_(layer.weight, gain=5 / 3)
+        nn.init.zeros_(layer.bias)
+    return layers
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """The sum over seeds of each one's mean over rows."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten()) * target.shape[1]
+
+
+def trainer_of(contestant: Contestant, rate: float, seeds: Sequence[int]) -> offbeat.Trainer:
     replicated = contestant.averaging is not None
     return offbeat.Trainer(
-        network(),
-        loss=F.cross_entropy,
+        network(seeds),
+        loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(
-            parameters,
-            lr=rate * (1 - contestant.momentum),
-            momentum=contestant.momentum,
+            parameters, lr=rate * (1 - contestant.momentum), momentum=contestant.momentum
         ),
         method=contestant.method,
         cuts=() if replicated else CUTS,
@@ -113,50 +143,43 @@ def trainer_of(contestant: Contestant, rate: float, seed: int) -> offbeat.Traine
     )
 
 
-def train(problem: Problem, name: str, scale: float, horizon: int, seed: int) -> dict[str, Any]:
-    """One run from scratch: what the squared gradient was, on average and tenth by tenth."""
+def train(
+    problem: Problem, name: str, scale: float, horizon: int, seeds: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Runs from scratch: per seed the squared gradient, on average and tenth by tenth."""
     began = time.perf_counter()
-    trainer = trainer_of(CONTESTANTS[name], scale / sqrt(horizon), seed)
-    looked_at = network()
-    looks = looks_at(horizon, seed)
-    squares = []
-    for step, batch in zip(range(horizon), problem.batches(seed), strict=False):
+    trainer = trainer_of(CONTESTANTS[name], scale / sqrt(horizon), seeds)
+    looked_at = network(seeds)
+    looks = looks_at(horizon)
+    found = []
+    for step, batch in zip(range(horizon), problem.batches(seeds), strict=False):
         if step in looks:
-            squares.append(problem.look(looked_at, trainer.state_dict())[1])
+            found.append(problem.look(looked_at, trainer.state_dict())[1])
         trainer.step(*batch)
     trainer.flush()
-    value, _ = problem.look(looked_at, trainer.state_dict())
-    tenths = torch.tensor(squares).tensor_split(10)
-    return {
-        "method": name,
-        "scale": scale,
-        "steps": horizon,
-        "seed": seed,
-        "mean_squared_gradient": sum(squares) / len(squares),
-        "by_tenth": [float(f"{tenth.mean():.4g}") for tenth in tenths],
-        "value_at_end": value,
-        "seconds": round(time.perf_counter() - began, 2),
-    }
+    values, _ = problem.look(looked_at, trainer.state_dict())
+    squares = torch.tensor(found, dtype=torch.float64)
+    seconds = round(time.perf_counter() - began, 1)
+    for index, seed in enumerate(seeds):
+        tenths = squares[:, index].tensor_split(10)
+        yield {
+            "method": name,
+            "scale": scale,
+            "steps": horizon,
+            "seed": seed,
+            "mean_squared_gradient": float(squares[:, index].mean()),
+            "by_tenth": [float(f"{tenth.mean():.4g}") for tenth in tenths],
+            "value_at_end": round(values[index], 5),
+            "seconds_of_all_seeds": seconds,
+        }
 
 
-def looks_at(horizon: int, seed: int) -> set[int]:
+def looks_at(horizon: int) -> set[int]:
     """One step, drawn at random, from each of equal stretches: their mean is unbiased."""
-    generator = torch.Generator().manual_seed(1_000_003 * horizon + seed)
+    generator = torch.Generator().manual_seed(horizon)
     stretch = horizon // LOOKS
     drawn = torch.randint(stretch, (LOOKS,), generator=generator)
     return {n * stretch + int(within) for n, within in enumerate(drawn)}
-
-
-def wanted(what: str, scale: float, seeds: int) -> list[tuple[str, float, int, int]]:
-    """Method, c, steps and seed of every run."""
-    if what == "choose":  # with seeds that the comparison does not use
-        return [("BP", c, 1000, seed) for c in SCALES for seed in (100, 101, 102)]
-    return [
-        (name, scale, steps, seed)
-        for seed in range(seeds)
-        for steps in HORIZONS
-        for name in CONTESTANTS
-    ]
 
 
 def main() -> None:
@@ -164,19 +187,24 @@ def main() -> None:
     parser.add_argument("what", choices=("choose", "run"))
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--scale", type=float, default=2.0, help="c of the rate c / sqrt(steps)")
-    parser.add_argument("--seeds", type=int, default=6)
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.what == "choose":  # with seeds that the comparison does not use
+        seeds = range(100, 104)
+        wanted = [("BP", scale, 1000) for scale in SCALES]
+    else:
+        seeds = range(8)
+        wanted = [(name, asked.scale, steps) for steps in HORIZONS for name in CONTESTANTS]
     stored = asked.out.read_text().splitlines() if asked.out.exists() else []
     rows = [json.loads(line) for line in stored]
-    done = {(row["method"], row["scale"], row["steps"], row["seed"]) for row in rows}
+    done = {(row["method"], row["scale"], row["steps"]) for row in rows}
     problem = Problem.digits()
-    for run in wanted(asked.what, asked.scale, asked.seeds):
+    for run in wanted:
         if run not in done:
-            row = train(problem, *run)
-            print(*run, f"{row['mean_squared_gradient']:.4f}", flush=True)
+            rows = list(train(problem, *run, seeds))
+            print(*run, *(f"{row['mean_squared_gradient']:.4f}" for row in rows), flush=True)
             with asked.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":
