@@ -25,11 +25,12 @@ from offbeat.averaging import Averaging, DaSGD
 from offbeat.methods import Method
 from offbeat.zoo import digits
 
-HORIZONS = (250, 500, 1000, 2000, 4000, 8000)
+HORIZONS = (250, 500, 1000, 2000, 4000)
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)
 BATCH = 32
-LOOKS = 125
-"""How often a run's whole gradient is looked at."""
+STRETCHES, EARLY = 125, 13
+"""A run in equal stretches, each looked at once; the first ones, where the gradient falls by
+orders of magnitude, step by step."""
 WRONG_LABELS = 0.2
 """The share of a batch whose class is drawn at random, anew each time: the network can learn none
 of them by heart, and the noise of a gradient does not die out as it would on clean data."""
@@ -159,27 +160,46 @@ def train(
     trainer.flush()
     values, _ = problem.look(looked_at, trainer.state_dict())
     squares = torch.tensor(found, dtype=torch.float64)
+    shares = torch.tensor(list(looks.values()), dtype=torch.float64) / horizon
+    first_late = len(looks) - (STRETCHES - EARLY)
     seconds = round(time.perf_counter() - began, 1)
     for index, seed in enumerate(seeds):
-        tenths = squares[:, index].tensor_split(10)
+        early, late = squares[:first_late, index], squares[first_late:, index]
         yield {
             "method": name,
             "scale": scale,
             "steps": horizon,
             "seed": seed,
-            "mean_squared_gradient": float(squares[:, index].mean()),
-            "by_tenth": [float(f"{tenth.mean():.4g}") for tenth in tenths],
+            "mean_squared_gradient": float(shares @ squares[:, index]),
+            "early": rounded(early @ shares[:first_late] / shares[:first_late].sum()),
+            "later": [rounded(part.mean()) for part in late.tensor_split(9)],
             "value_at_end": round(values[index], 5),
             "seconds_of_all_seeds": seconds,
         }
 
 
-def looks_at(horizon: int) -> set[int]:
-    """One step, drawn at random, from each of equal stretches: their mean is unbiased."""
+def rounded(value: Tensor) -> float:
+    return float(f"{value:.4g}")
+
+
+def looks_at(horizon: int) -> dict[int, int]:
+    """The steps at which to look, and how many steps each stands for: the mean is unbiased.
+
+    One step is drawn from each stretch. Early stretches are 1 step long, then a tenth of what went
+    before.
+    """
     generator = torch.Generator().manual_seed(horizon)
-    stretch = horizon // LOOKS
-    drawn = torch.randint(stretch, (LOOKS,), generator=generator)
-    return {n * stretch + int(within) for n, within in enumerate(drawn)}
+    length = horizon // STRETCHES
+    within = torch.randint(length, (STRETCHES,), generator=generator).tolist()
+    late = {n * length + within[n]: length for n in range(EARLY, STRETCHES)}
+    early: dict[int, int] = {}
+    start, end = 0, EARLY * length
+    while start < end:
+        here = min(end - start, 1 if start < 50 else start // 10)
+        drawn = int(torch.randint(here, (1,), generator=generator))
+        early[start + drawn] = here
+        start += here
+    return early | late
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def _draw_gradients(axes: Axes, runs: Runs) -> None:
             label=f"{method}: slope {fitted:.2f}",
         )
     horizons = list(runs["BP"])
-    lowest = 0.8 * min(interval(list(runs[m][horizons[0]].values()))[0] for m in runs)
+    lowest = 0.5 * min(interval(list(runs[m][horizons[0]].values()))[0] for m in runs)
     guide = [lowest * (steps / horizons[0]) ** -0.5 for steps in horizons]
     axes.plot(horizons, guide, "--", color="#777777", label="the theorems' slope: -0.50")
     axes.set_yscale("log")

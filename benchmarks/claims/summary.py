@@ -54,6 +54,13 @@ def ratio(runs: Runs, method: str, steps: int) -> tuple[float, float, float]:
     return exp(centre), exp(centre - half), exp(centre + half)
 
 
+def slope_of_excess(runs: Runs, method: str) -> float:
+    """Of log (mean over seeds of what a method has more than BP) against log steps."""
+    horizons = list(runs[method])
+    more = [mean(runs[method][h].values()) - mean(runs["BP"][h].values()) for h in horizons]
+    return linear_regression([log(h) for h in horizons], [log(value) for value in more]).slope
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("results", type=Path)
@@ -61,11 +68,11 @@ def main() -> None:
     horizons = list(runs["BP"])
     columns = " | ".join(map(str, horizons))
     print(f"{len(runs['BP'][horizons[0]])} seeds\n")
-    print(f"| method | {columns} | slope, all | slope, last four |")
+    print(f"| method | {columns} | slope, all | slope, last three |")
     print("|---" * (len(horizons) + 3) + "|")
     for method, by_steps in runs.items():
         cells = ["{:.4f} ± {:.4f}".format(*interval(list(by_steps[h].values()))) for h in horizons]
-        fits = ["{:.2f} ± {:.2f}".format(*slope(by_steps, h)) for h in (horizons, horizons[-4:])]
+        fits = ["{:.2f} ± {:.2f}".format(*slope(by_steps, h)) for h in (horizons, horizons[-3:])]
         print(f"| {method} | {' | '.join(cells + fits)} |")
     print(f"\n| ratio to BP | {columns} |")
     print("|---" * (len(horizons) + 1) + "|")
@@ -73,6 +80,9 @@ def main() -> None:
         if method != "BP":
             cells = ["{:.2f} ({:.2f} to {:.2f})".format(*ratio(runs, method, h)) for h in horizons]
             print(f"| {method} | {' | '.join(cells)} |")
+    print()
+    for method in ("DSP-SGD", "DSP-Momentum", "ADL M=4"):
+        print(f"{method}: slope of the excess over BP {slope_of_excess(runs, method):.2f}")
 
 
 if __name__ == "__main__":
