@@ -1,0 +1,102 @@
+"""Draws the mean squared gradient against the steps, and its ratio to BP's.
+
+PYTHONPATH=src python -m benchmarks.claims.figure benchmarks/claims/convergence.jsonl
+"""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.claims.summary import Runs, interval, ratio, read, slope
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette; two of a family share a hue.
+STYLES: dict[str, tuple[str, str]] = {
+    "BP": ("#000000", "o"),
+    "DSP-SGD": ("#56B4E9", "P"),
+    "DSP-Momentum": ("#0072B2", "X"),
+    "ADL M=4": ("#D55E00", "D"),
+    "DaSGD": ("#E69F00", "s"),
+    "DaSGD progress=1": ("#CC79A7", "^"),
+}
+
+
+def draw(runs: Runs) -> Figure:
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_gradients(left, runs)
+    _draw_ratios(right, runs)
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks(list(runs["BP"]), [str(steps) for steps in runs["BP"]])
+        axes.minorticks_off()
+        axes.set_xlabel("steps T of the run, learning rate c / sqrt(T)")
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def _draw_gradients(axes: Axes, runs: Runs) -> None:
+    for method, by_steps in runs.items():
+        colour, marker = STYLES[method]
+        points = [interval(list(seeds.values())) for seeds in by_steps.values()]
+        fitted, _ = slope(by_steps, list(by_steps))
+        axes.errorbar(
+            list(by_steps),
+            [centre for centre, _ in points],
+            yerr=[half for _, half in points],
+            color=colour,
+            marker=marker,
+            markersize=5,
+            capsize=3,
+            linewidth=1.5,
+            label=f"{method}: slope {fitted:.2f}",
+        )
+    horizons = list(runs["BP"])
+    lowest = 0.5 * min(interval(list(runs[m][horizons[0]].values()))[0] for m in runs)
+    guide = [lowest * (steps / horizons[0]) ** -0.5 for steps in horizons]
+    axes.plot(horizons, guide, "--", color="#777777", label="the theorems' slope: -0.50")
+    axes.set_yscale("log")
+    axes.set_ylabel("mean over the run of the squared gradient of f")
+    axes.set_title("Digits, 4 stages or 4 replicas; bars: 95 % over seeds")
+    axes.legend(frameon=False)
+
+
+def _draw_ratios(axes: Axes, runs: Runs) -> None:
+    for method, by_steps in runs.items():
+        if method == "BP":
+            continue
+        colour, marker = STYLES[method]
+        points = [ratio(runs, method, steps) for steps in by_steps]
+        centres = [centre for centre, _, _ in points]
+        axes.errorbar(
+            list(by_steps),
+            centres,
+            yerr=[
+                [centre - low for centre, low, _ in points],
+                [high - centre for centre, _, high in points],
+            ],
+            color=colour,
+            marker=marker,
+            markersize=5,
+            capsize=3,
+            linewidth=1.5,
+            label=method,
+        )
+    axes.axhline(1.0, color="#777777", linestyle="--")
+    axes.set_ylabel("ratio to BP, same start and batches")
+    axes.set_title("What staleness adds, beside BP")
+    axes.legend(frameon=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
+    asked = parser.parse_args()
+    out = asked.out or asked.results.with_suffix(".png")
+    draw(read(asked.results)).savefig(out, dpi=120)
+    print(out)
+
+
+if __name__ == "__main__":
+    main()
