@@ -1,241 +1,150 @@
-"""What staleness costs and what gives it back: CIFAR-10, one recipe, many ways, paired seeds.
+"""What staleness costs in accuracy and what gives it back: one recipe, many ways, paired seeds.
 
-All ways train the same network on the same batches in the same order from the same weights, with
-one optimizer and schedule. Many runs share a GPU, a process each; every run is appended as it ends,
-and a run that is there already is not run again.
+All ways of a seed train the same network on the same batches in the same order from the same
+weights, with one optimizer and schedule. The networks of several seeds are trained as one
+(ensemble.py), several runs share a GPU, every run is appended as it ends, and a run that is there
+already is not run again.
 
     python -m benchmarks.averaging.pack cifar-10-batches-py.tar.xz parts
-    python -m benchmarks.accuracy.run --data parts --stages 8 --out results.jsonl
+    python -m benchmarks.accuracy.run --data parts --only eight --out results.jsonl
 """
 
 import argparse
 import json
-import math
-import multiprocessing
-import os
 import platform
 import time
-import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from fnmatch import fnmatch
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from benchmarks.accuracy.configurations import WAYS
+from benchmarks.accuracy.configurations import ALONE, BASELINE, RECIPES, SETS, Cut, Recipe
+from benchmarks.accuracy.kernels import largest_error
+from benchmarks.accuracy.mnist import Mnist
+from benchmarks.accuracy.training import Images, Job, job_of, train
 from benchmarks.averaging import mps
 from benchmarks.averaging.data import Cifar
-from torch.nn import functional as F
-from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from benchmarks.averaging.summary import read
+from benchmarks.pool import Pool, Row, Run
 
 import offbeat
-from offbeat.zoo import resnet
 
-MARGIN_S = 15.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    way: str
-    stages: int
-    seed: int
-    depth: int
-    epochs: int
-    rows: int
-    batch: int
-    lr: float
-    momentum: float
-    weight_decay: float
-    bf16: bool
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+MOST_ERROR = 0.01
+"""Of bfloat16 kernels against exact ones."""
 
 
-def train(job: Job, data: Cifar, device: torch.device, until: float) -> dict[str, Any] | None:
-    """One run; None if it could not end in time."""
-    updates = job.epochs * (job.rows // job.batch)
-    warm_up = updates // 10
-    way = WAYS[job.way]
-
-    def share(update: int) -> float:
-        if update < warm_up:
-            return (update + 1) / warm_up
-        return 0.5 * (1 + math.cos(math.pi * (update - warm_up) / (updates - warm_up)))
-
-    torch.manual_seed(job.seed)
-    model = resnet(job.depth).to(device)
-    if job.bf16:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def optimizer(params: Any) -> SGD:
-        settings: dict[str, Any] = {"momentum": job.momentum, "weight_decay": job.weight_decay}
-        if device.type == "cuda" and not way.corrections:
-            lr = torch.tensor(job.lr, device=device)
-            return SGD(params, lr=lr, fused=True, **settings)
-        return SGD(params, lr=job.lr, **settings)
-
-    trainer = offbeat.Trainer(
-        model,
-        loss=F.cross_entropy,
-        optimizer=optimizer,
-        scheduler=lambda made: LambdaLR(made, share),
-        method=way.method(updates),
-        corrections=list(way.corrections),
-        stages=job.stages,
-        seed=job.seed,
-        autocast=torch.bfloat16 if job.bf16 else None,
-        engine="streams" if device.type == "cuda" else "serial",
-    )
-    start, curve = time.monotonic(), []
-    for epoch in range(job.epochs):
-        for x, y in data.batches(job.batch, seed=job.seed, epoch=epoch):
-            trainer.step(x.to(memory_format=torch.channels_last) if job.bf16 else x, y)
-        if time.monotonic() > until:
-            return None
-        if epoch == job.epochs - 1:
-            trainer.flush()
-        found = trainer.evaluate(data.test)
-        assert found.accuracy is not None
-        curve.append([round(found.accuracy, 5), round(found.loss, 5)])
-    return {
-        "accuracy": curve[-1][0],
-        "loss": curve[-1][1],
-        "curve": curve,
-        "lags": list(trainer.lags),
-        "cuts": list(trainer.cuts or ()),
-        "seconds": time.monotonic() - start,
-    }
-
-
-def work(data_folder: Path, device_name: str, rows: int, link: Connection, until: float) -> None:
-    """What a process does: one job after the other."""
-    torch.set_num_threads(1)
+def prepared(arguments: argparse.Namespace, until: float) -> Run:
+    """What trains a job in one of the processes."""
     torch.backends.cudnn.benchmark = True
-    device = torch.device(device_name)
-    data = Cifar(data_folder, device, rows=rows)
-    link.send(None)
-    while (job := link.recv()) is not None:
-        try:
-            link.send(train(job, data, device, until))
-        except Exception as error:
-            traceback.print_exc()
-            link.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and (error := largest_error(device)) > MOST_ERROR:
+        raise SystemExit(f"the ensemble's convolutions are off by {error:.1%}")
+    sets: dict[str, Images] = {}
+
+    def run(job: Job) -> Row | None:
+        name = "mnist" if job.network == "lenet5" else "cifar"
+        if name not in sets:
+            kind = Mnist if name == "mnist" else Cifar
+            sets[name] = kind(arguments.data, device, rows=job.rows)
+        return train(job, sets[name], device, until)
+
+    return run
 
 
-def run(jobs: list[Job], arguments: argparse.Namespace, served: bool) -> None:
-    """Hands jobs to processes until none is left or the time is up."""
-    until = time.monotonic() + arguments.limit_s - MARGIN_S
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    context = multiprocessing.get_context("spawn")
-    links: dict[Connection, Job | None] = {}
-    processes = []
-    for _ in range(min(arguments.parallel, len(jobs))):
-        here, there = context.Pipe()
-        settings = (arguments.data, arguments.device, arguments.rows, there, until)
-        process = context.Process(target=work, args=settings, daemon=True)
-        process.start()
-        there.close()
-        processes.append(process)
-        links[here] = None
-    where = {
-        "torch": torch.__version__,
-        "offbeat": offbeat.__version__,
-        "python": platform.python_version(),
-        "parallel": len(processes),
-        "mps": served,
-    }
-    left = jobs[::-1]
-    while links:
-        ready = wait(list(links), max(0.0, until + 5.0 - time.monotonic()))
-        if not ready:
-            break
-        for link in ready:
-            assert isinstance(link, Connection)
-            try:
-                reply = link.recv()
-            except EOFError:  # the process has died, and its job with it
-                print("a process died with", links.pop(link), flush=True)
-                continue
-            job = links[link]
-            if job is not None and reply is not None:
-                _store(arguments.out, asdict(job) | reply | where)
-            links[link] = left.pop() if left and time.monotonic() < until else None
-            link.send(links[link])
-            if links[link] is None:
-                del links[link]
-    for process in processes:
-        process.join(2.0)
-        process.kill()
-    print(f"{len(left)} jobs were not started", flush=True)
+class Store:
+    """Appends every run as it ends."""
+
+    def __init__(self, arguments: argparse.Namespace, served: bool) -> None:
+        self._out: Path = arguments.out
+        self._start = time.monotonic()
+        self._where = {
+            "torch": torch.__version__,
+            "offbeat": offbeat.__version__,
+            "python": platform.python_version(),
+            "parallel": arguments.parallel,
+            "mps": served,
+            "device": arguments.device,
+        }
+
+    def __call__(self, job: Job, found: Row) -> None:
+        row = asdict(job) | found | self._where
+        with self._out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        mean = 100 * sum(found.get("accuracies", [0])) / len(job.seeds)
+        what = row.get("error") or f"{mean:.2f} %, {row['ms_per_update']} ms a step"
+        where = Cut(stages=job.stages, cuts=job.cuts, ppv=job.ppv)
+        name = f"{job.network}, {where}, {job.way}, lr {job.lr:g}, seeds {job.seeds}"
+        print(f"{time.monotonic() - self._start:6.1f} s  {name}: {what}", flush=True)
 
 
-def _store(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    what = row.get("error") or f"{100 * row['accuracy']:.2f} % in {row['seconds']:.0f} s"
-    print(f"{row['way']}, K={row['stages']}, seed {row['seed']}: {what}", flush=True)
+def jobs_of(arguments: argparse.Namespace, name: str) -> list[Job]:
+    """Group of seeds by group, BP first: whatever the time allows is nearly a whole comparison."""
+    of = SETS[name]
+    recipe = RECIPES.get(of.network, Recipe())
+    patterns = [pattern.strip() for pattern in arguments.ways.split(";")]
+    ways = [way for way in of.ways if any(fnmatch(way, pattern) for pattern in patterns)]
+    made = []
+    for seeds in of.seeds:
+        for rate in of.rates:
+            settings = {
+                "network": of.network,
+                "epochs": arguments.epochs,
+                "rows": arguments.rows,
+                "batch": recipe.batch,
+                "lr": rate * recipe.lr,
+                "momentum": recipe.momentum,
+                "weight_decay": recipe.weight_decay,
+                "bf16": arguments.device.startswith("cuda"),
+            }
+            job = partial(Job, **settings)
+            plain = Cut(stages=1)
+            made.append(job(**asdict(plain), way=BASELINE, seeds=tuple(seeds)))
+            for cut in of.cuts:
+                for way in ways:
+                    groups = [(seed,) for seed in seeds] if way in ALONE else [tuple(seeds)]
+                    made += [job(**asdict(cut), way=way, seeds=group) for group in groups]
+    return made
 
 
-def jobs_of(arguments: argparse.Namespace) -> list[Job]:
-    """Seed by seed, so that whatever the time allows is nearly a complete comparison."""
-    patterns = [pattern.strip() for pattern in arguments.only.split(";")]
-    names = [name for name in WAYS if any(fnmatch(name, pattern) for pattern in patterns)]
-    if not names:
-        raise SystemExit(f"--only {arguments.only}: there are {'; '.join(WAYS)}")
-    known = set()
-    if arguments.out.exists():
-        fields = set(Job.__dataclass_fields__)
-        for line in arguments.out.read_text().splitlines():
-            row = json.loads(line)
-            if "error" not in row:
-                known.add(Job(**{name: row[name] for name in fields}).key)
-    made = [
-        Job(
-            way=name,
-            stages=stages,
-            seed=seed,
-            depth=arguments.depth,
-            epochs=arguments.epochs,
-            rows=arguments.rows,
-            batch=arguments.batch,
-            lr=lr,
-            momentum=0.9,
-            weight_decay=5e-4,
-            bf16=arguments.bf16,
-        )
-        for seed in arguments.seeds
-        for stages in arguments.stages
-        for lr in arguments.lr
-        for name in names
-    ]
-    return [job for job in made if job.key not in known]
+def new_ones(jobs: Iterable[Job], out: Path) -> list[Job]:
+    """Each once, and none that is stored."""
+    stored = read(out) if out.exists() else []
+    known = {job_of(row).key for row in stored if "error" not in row}
+    return [job for job in {job.key: job for job in jobs}.values() if job.key not in known]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What staleness costs in accuracy.")
-    parser.add_argument("--data", type=Path, required=True, help="the folder that pack.py wrote")
+    parser.add_argument(
+        "--data", type=Path, required=True,
+        help="the folder that pack.py wrote; for LeNet-5, that of MNIST's four files",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"), help="appended to")
-    parser.add_argument("--only", default="*", help="as in 'BP;1F1B*'")
-    parser.add_argument("--stages", type=int, nargs="+", default=[8])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.1], help="for all alike")
-    parser.add_argument("--depth", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=SETS, required=True, help="sets of runs")
+    parser.add_argument("--ways", default="*", help="of these sets, as in '1F1B*'; BP always")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=60_000, help="training images, at most")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parallel", type=int, default=8)
+    parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--limit-s", type=float, default=1e6)
     arguments = parser.parse_args()
-    jobs = jobs_of(arguments)
+    jobs = new_ones(
+        (job for name in arguments.only for job in jobs_of(arguments, name)), arguments.out
+    )
     print(f"{len(jobs)} runs", flush=True)
     with mps.sharing(arguments.device.startswith("cuda")) as served:
-        run(jobs, arguments, served)
+        pool = Pool(
+            partial(prepared, arguments),
+            Store(arguments, served),
+            parallel=min(arguments.parallel, len(jobs)),
+            limit_s=arguments.limit_s,
+        )
+        try:
+            pool.finish(jobs)
+        finally:
+            pool.close()
 
 
 if __name__ == "__main__":

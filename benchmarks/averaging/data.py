@@ -1,6 +1,6 @@
 """CIFAR-10 held on the device as bytes; batches that depend on (seed, epoch) and nothing else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,20 +55,37 @@ class Cifar:
 
     def batches(self, size: int, *, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch, shuffled, cropped and flipped; a short last batch is left out."""
+        for images, labels in self.batches_of([seed], size, epoch=epoch):
+            yield images[0], labels[0]
+
+    def batches_of(
+        self, seeds: Sequence[int], size: int, *, epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same for many seeds at once, each as it would be alone: (seeds, rows, ...)."""
         device, rows = self._device, len(self)
-        generator = torch.Generator(device).manual_seed(1_000_003 * seed + epoch)
-        order = torch.randperm(rows, generator=generator, device=device)
-        shifts = torch.randint(2 * PADDING + 1, (2, rows), generator=generator, device=device)
-        flips = torch.rand(rows, generator=generator, device=device) < 0.5
+        drawn: list[list[Tensor]] = [[], [], []]
+        for seed in seeds:
+            generator = torch.Generator(device).manual_seed(1_000_003 * seed + epoch)
+            drawn[0].append(torch.randperm(rows, generator=generator, device=device))
+            shape = (2, rows)
+            drawn[1].append(
+                torch.randint(2 * PADDING + 1, shape, generator=generator, device=device)
+            )
+            drawn[2].append(torch.rand(rows, generator=generator, device=device) < 0.5)
+        order, shifts, flips = (torch.stack(found) for found in drawn)
         line = torch.arange(SIDE, device=device)
-        channels = torch.arange(3, device=device).view(1, 3, 1, 1)
+        channels = torch.arange(3, device=device).view(1, 1, 3, 1, 1)
         for start in range(0, rows - size + 1, size):
             here = slice(start, start + size)
-            picked = order[here]
-            down = shifts[0, here, None] + line
-            across = shifts[1, here, None] + torch.where(flips[here, None], line.flip(0), line)
+            picked = order[:, here]
+            down = shifts[:, 0, here, None] + line
+            turned = torch.where(flips[:, here, None], line.flip(0), line)
+            across = shifts[:, 1, here, None] + turned
             cropped = self._images[
-                picked.view(-1, 1, 1, 1), channels, down[:, None, :, None], across[:, None, None, :]
+                picked[:, :, None, None, None],
+                channels,
+                down[:, :, None, :, None],
+                across[:, :, None, None, :],
             ]
             yield self._scaled(cropped), self._labels[picked]
 

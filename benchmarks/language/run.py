@@ -11,18 +11,14 @@ of the set "tune" with the lowest loss.
 
 import argparse
 import json
-import multiprocessing
-import os
 import platform
 import time
-import traceback
 from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from benchmarks.averaging import mps
@@ -30,51 +26,29 @@ from benchmarks.averaging.summary import read
 from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, guessed_ms
 from benchmarks.language.data import Text
 from benchmarks.language.training import Job, job_of, train
+from benchmarks.pool import Pool, Row, Run
 
 import offbeat
 
-MARGIN_S = 8.0
-Row = dict[str, Any]
 Rates = dict[str, float]
 
 
 # ------------------------------------------------------------------------- processes
 
 
-def work(folder: Path, device_name: str, link: Connection, until: float) -> None:
-    """What a process does: one job after the other."""
-    torch.set_num_threads(1)
+def prepared(folder: Path, device_name: str, until: float) -> Run:
+    """What trains a job in one of the processes."""
     device = torch.device(device_name, 0) if device_name == "cuda" else torch.device(device_name)
     text = Text(folder, device)
-    link.send(None)
-    while (job := link.recv()) is not None:
-        try:
-            link.send(train(job, text, device, until))
-        except Exception as error:
-            traceback.print_exc()
-            link.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+    return lambda job: train(job, text, device, until)
 
 
-class Pool:
-    """Processes that wait for jobs; what they find is stored as it comes."""
+class Store:
+    """Appends every run as it ends."""
 
-    def __init__(self, arguments: argparse.Namespace, served: bool, until: float) -> None:
+    def __init__(self, arguments: argparse.Namespace, served: bool) -> None:
         self._out: Path = arguments.out
-        self._until = until
-        self._idle: list[Connection] = []
-        self._busy: dict[Connection, Job | None] = {}
         self._start = time.monotonic()
-        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        context = multiprocessing.get_context("spawn")
-        self._processes = []
-        for _ in range(arguments.parallel):
-            here, there = context.Pipe()
-            settings = (arguments.data, arguments.device, there, until)
-            process = context.Process(target=work, args=settings, daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._busy[here] = None  # until it says that it is ready
         self._where = {
             "torch": torch.__version__,
             "offbeat": offbeat.__version__,
@@ -84,50 +58,14 @@ class Pool:
             "device": arguments.device,
         }
 
-    def finish(self, jobs: list[Job]) -> None:
-        """Hands out jobs until none is left and all have ended, or the time is up."""
-        left = jobs[::-1]
-        while True:
-            while left and self._idle and time.monotonic() < self._until:
-                link = self._idle.pop()
-                self._busy[link] = left.pop()
-                link.send(self._busy[link])
-            if not self._busy or (not left and not any(self._busy.values())):
-                break
-            ready = wait(list(self._busy), max(0.0, self._until + 5.0 - time.monotonic()))
-            if not ready:
-                break
-            for answering in ready:
-                assert isinstance(answering, Connection)
-                self._take(answering)
-        if left:
-            print(f"{len(left)} jobs were not started", flush=True)
-
-    def _take(self, link: Connection) -> None:
-        job = self._busy.pop(link)
-        try:
-            found = link.recv()
-        except (EOFError, OSError):  # the process has died, and its job with it
-            print("a process died with", job, flush=True)
-            return
-        self._idle.append(link)
-        if job is not None and found is not None:
-            self._store(asdict(job) | found | self._where)
-
-    def _store(self, row: Row) -> None:
+    def __call__(self, job: Job, found: Row) -> None:
+        row = asdict(job) | found | self._where
         with self._out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         what = row.get("error") or f"{row['loss']} in {row['seconds']:.1f} s"
         passed = time.monotonic() - self._start
         name = f"{row['way']}, {row['optimizer']} {row['lr']:g}, seed {row['seed']}"
         print(f"{passed:6.1f} s  {name}: {what}", flush=True)
-
-    def close(self) -> None:
-        for link in self._idle:
-            link.send(None)
-        for process in self._processes:
-            process.join(1.0)
-            process.kill()
 
 
 # ------------------------------------------------------------------------- jobs
@@ -231,7 +169,12 @@ def _all_jobs(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Jo
 
 
 def run(arguments: argparse.Namespace, served: bool) -> None:
-    pool = Pool(arguments, served, time.monotonic() + arguments.limit_s - MARGIN_S)
+    pool = Pool(
+        partial(prepared, arguments.data, arguments.device),
+        Store(arguments, served),
+        parallel=arguments.parallel,
+        limit_s=arguments.limit_s,
+    )
     tuning = tuning_jobs(arguments, arguments.optimizers)
     try:
         if TUNE in arguments.only:

@@ -1,0 +1,218 @@
+"""One run: networks of one kind, a seed each, trained one way as one ensemble."""
+
+import gc
+import json
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from benchmarks.accuracy.configurations import BASELINE, WAYS
+from benchmarks.accuracy.ensemble import ensemble, side_by_side, summed_loss
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+import offbeat
+from offbeat.zoo import network
+
+LOOKS_EVERY = 50
+"""Updates between two looks at the clock."""
+
+
+class Images(Protocol):
+    """Training images for many seeds at once, and test images, on the device."""
+
+    test: list[tuple[Tensor, Tensor]]
+
+    def __len__(self) -> int: ...
+
+    def batches_of(
+        self, seeds: Sequence[int], size: int, *, epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    network: str
+    stages: int | None
+    cuts: tuple[int, ...] | None
+    ppv: tuple[int, ...] | None
+    way: str
+    seeds: tuple[int, ...]
+    epochs: int
+    rows: int
+    batch: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    bf16: bool
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def setting(self) -> str:
+        """What runs must share to be compared at all."""
+        own = ("stages", "cuts", "ppv", "way", "seeds")
+        return json.dumps({k: v for k, v in asdict(self).items() if k not in own}, sort_keys=True)
+
+
+def job_of(row: dict[str, Any]) -> Job:
+    """The job of a stored row."""
+    values = {field.name: row[field.name] for field in fields(Job)}
+    in_tuples: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return Job(**in_tuples)
+
+
+def train(job: Job, data: Images, device: torch.device, until: float) -> dict[str, Any] | None:
+    """What a run found; None if it could not end in time."""
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = _train(job, data, device, until)
+    finally:
+        gc.collect()  # recordings hold their memory until they are gone
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    words = sorted({str(warning.message) for warning in said})
+    return None if found is None else found | {"warnings": words}
+
+
+def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[str, Any] | None:
+    per_epoch = min(len(data), job.rows) // job.batch
+    trainer = trainer_of(job, device, job.epochs * per_epoch)
+    start, done, first_s = time.monotonic(), 0, 0.0
+    for epoch in range(job.epochs):
+        for images, labels in data.batches_of(job.seeds, job.batch, epoch=epoch):
+            trainer.step(*_fed(job, images, labels))
+            done += 1
+            if done == LOOKS_EVERY:
+                first_s = time.monotonic() - start  # recordings are made by then
+            if done % LOOKS_EVERY == 0 and time.monotonic() > until:
+                return None
+    trainer.flush()
+    scores = evaluated(trainer.model, data.test, job, device)
+    seconds = time.monotonic() - start
+    return {
+        "accuracies": scores,
+        "lags": list(trainer.lags),
+        "places": list(trainer.cuts or ()),
+        "stale_share": _stale_share(trainer),
+        "seconds": round(seconds, 2),
+        "ms_per_update": round(1e3 * (seconds - first_s) / max(1, done - LOOKS_EVERY), 3),
+        "memory_gib": _memory(device),
+    }
+
+
+def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
+    way = WAYS[job.way]
+    streams = device.type == "cuda"
+    together = len(job.seeds) > 1
+    if together:
+        model = ensemble(partial(network, job.network), job.seeds).to(device)
+    else:
+        torch.manual_seed(job.seeds[0])
+        model = network(job.network).to(device)
+    if job.bf16:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def optimizer(params: Any) -> SGD:
+        settings: dict[str, Any] = {"momentum": job.momentum, "weight_decay": job.weight_decay}
+        if streams and not way.corrections:  # so that updates can be recorded
+            return SGD(params, lr=torch.tensor(job.lr, device=device), fused=True, **settings)
+        return SGD(params, lr=job.lr, **settings)
+
+    return offbeat.Trainer(
+        model,
+        loss=summed_loss if together else F.cross_entropy,
+        optimizer=optimizer,
+        scheduler=lambda made: LambdaLR(made, partial(share_of_rate, updates)),
+        method=way.method(updates),
+        corrections=list(way.corrections),
+        **_cut_of(job),
+        seed=job.seeds[0],
+        autocast=torch.bfloat16 if job.bf16 else None,
+        engine="streams" if streams else "serial",
+    )
+
+
+def _cut_of(job: Job) -> dict[str, Any]:
+    if job.way == BASELINE:
+        return {"stages": 1}
+    if job.ppv is not None:
+        return {"ppv": job.ppv}
+    return {"cuts": job.cuts if job.stages is None else counted(job.network, job.stages)}
+
+
+@cache
+def counted(name: str, stages: int) -> tuple[int, ...]:
+    """Where a single network is cut: counting does not know an ensemble's operators."""
+    trainer = offbeat.Trainer(
+        network(name),
+        loss=F.cross_entropy,
+        optimizer=lambda params: SGD(params, lr=0.0),
+        method=offbeat.PipeDream(),
+        stages=stages,
+        engine="serial",
+    )
+    trainer.step(torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))
+    assert trainer.cuts is not None
+    return tuple(int(place) for place in trainer.cuts)
+
+
+def share_of_rate(updates: int, update: int) -> float:
+    """Up in a line over the first tenth, then down to nothing in half a cosine."""
+    warm_up = max(1, updates // 10)
+    if update < warm_up:
+        return (update + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (update - warm_up) / max(1, updates - warm_up)))
+
+
+def _fed(job: Job, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (seeds, rows, ...) what the model takes."""
+    if len(job.seeds) > 1:
+        return side_by_side(images.unbind()), labels.T.contiguous()
+    x = images[0].contiguous(memory_format=torch.channels_last) if job.bf16 else images[0]
+    return x, labels[0]
+
+
+@torch.no_grad()
+def evaluated(
+    model: nn.Module, test: list[tuple[Tensor, Tensor]], job: Job, device: torch.device
+) -> list[float]:
+    """Test accuracy of every network."""
+    count = len(job.seeds)
+    hits = torch.zeros(count, dtype=torch.long, device=device)
+    rows = 0
+    model.eval()
+    with torch.autocast(device.type, torch.bfloat16, enabled=job.bf16):
+        for x, y in test:
+            images = side_by_side([x] * count) if job.bf16 else x.repeat(1, count, 1, 1)
+            outputs = model(images).view(len(y), count, -1)
+            hits += (outputs.argmax(2) == y[:, None]).sum(0)
+            rows += len(y)
+    return [round(hit / rows, 5) for hit in hits.tolist()]
+
+
+def _stale_share(trainer: offbeat.Trainer) -> float:
+    """Parameters in stages that lag, over all."""
+    counts = [sum(p.numel() for p in worker.stage.parameters) for worker in trainer._workers]
+    lags = trainer.lags
+    return sum(count for count, lag in zip(counts, lags, strict=True) if lag) / sum(counts)
+
+
+def _memory(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    reserved = torch.cuda.max_memory_reserved() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return round(reserved, 2)

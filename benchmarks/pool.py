@@ -1,0 +1,104 @@
+"""Processes that share a device and are handed one run after the other.
+
+Small networks leave most of a GPU idle; under NVIDIA's multi-process service (averaging/mps.py) the
+kernels of many runs work side by side.
+"""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+MARGIN_S = 8.0
+"""Of a limit, kept for what is under way to end by itself."""
+Row = dict[str, Any]
+Run = Callable[[Any], Row | None]
+"""Trains one job; None if it could not end in time."""
+
+
+def _work(prepare: Callable[[float], Run], link: Connection, until: float) -> None:
+    torch.set_num_threads(1)
+    run = prepare(until)
+    link.send(None)
+    while (job := link.recv()) is not None:
+        try:
+            link.send(run(job))
+        except Exception as error:
+            traceback.print_exc()
+            link.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+class Pool:
+    """Processes that wait for jobs; what they find is handed to ``store`` as it comes.
+
+    ``prepare``  called in every process with the time at which runs must have ended; loads the data
+                 and returns what runs a job.
+    ``limit_s``  after so many seconds no job is handed out any more, and none is waited for.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[float], Run],
+        store: Callable[[Any, Row], None],
+        *,
+        parallel: int,
+        limit_s: float,
+    ) -> None:
+        self._store = store
+        self._until = time.monotonic() + limit_s - MARGIN_S
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, Any] = {}
+        # Read by the libraries that the processes load.
+        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        context = multiprocessing.get_context("spawn")
+        self._processes = []
+        for _ in range(parallel):
+            here, there = context.Pipe()
+            settings = (prepare, there, self._until)
+            process = context.Process(target=_work, args=settings, daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._busy[here] = None  # until it says that it is ready
+
+    def finish(self, jobs: list[Any]) -> None:
+        """Hands out jobs until none is left and all have ended, or the time is up."""
+        left = jobs[::-1]
+        while True:
+            while left and self._idle and time.monotonic() < self._until:
+                link = self._idle.pop()
+                self._busy[link] = left.pop()
+                link.send(self._busy[link])
+            if not self._busy or (not left and not any(self._busy.values())):
+                break
+            ready = wait(list(self._busy), max(0.0, self._until + 5.0 - time.monotonic()))
+            if not ready:
+                break
+            for answering in ready:
+                assert isinstance(answering, Connection)
+                self._take(answering)
+        if left:
+            print(f"{len(left)} jobs were not started", flush=True)
+
+    def _take(self, link: Connection) -> None:
+        job = self._busy.pop(link)
+        try:
+            found = link.recv()
+        except (EOFError, OSError):  # the process has died, and its job with it
+            print("a process died with", job, flush=True)
+            return
+        self._idle.append(link)
+        if job is not None and found is not None:
+            self._store(job, found)
+
+    def close(self) -> None:
+        for link in self._idle:
+            link.send(None)
+        for process in self._processes:
+            process.join(1.0)
+            process.kill()
