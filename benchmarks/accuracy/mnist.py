@@ -7,11 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 MEAN, DEVIATION = 0.1307, 0.3081
-BORDER = 2
-"""LeNet-5 takes 32 x 32."""
 
 
 class Mnist:
@@ -44,7 +41,7 @@ class Mnist:
 
 
 def _scaled(images: Tensor) -> Tensor:
-    return (F.pad(images, (BORDER,) * 4).float() / 255 - MEAN) / DEVIATION
+    return (images.float() / 255 - MEAN) / DEVIATION
 
 
 def _images(folder: Path, split: str) -> Tensor:

@@ -91,10 +91,13 @@ def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[s
     per_epoch = min(len(data), job.rows) // job.batch
     trainer = trainer_of(job, device, job.epochs * per_epoch)
     start, done, first_s = time.monotonic(), 0, 0.0
+    made: dict[str, Any] = {}
     for epoch in range(job.epochs):
         for images, labels in data.batches_of(job.seeds, job.batch, epoch=epoch):
             trainer.step(*_fed(job, images, labels))
             done += 1
+            if done == 1:
+                made = _described(trainer)
             if done == LOOKS_EVERY:
                 first_s = time.monotonic() - start  # recordings are made by then
             if done % LOOKS_EVERY == 0 and time.monotonic() > until:
@@ -104,9 +107,7 @@ def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[s
     seconds = time.monotonic() - start
     return {
         "accuracies": scores,
-        "lags": list(trainer.lags),
-        "places": list(trainer.cuts or ()),
-        "stale_share": _stale_share(trainer),
+        **made,
         "seconds": round(seconds, 2),
         "ms_per_update": round(1e3 * (seconds - first_s) / max(1, done - LOOKS_EVERY), 3),
         "memory_gib": _memory(device),
@@ -203,11 +204,15 @@ def evaluated(
     return [round(hit / rows, 5) for hit in hits.tolist()]
 
 
-def _stale_share(trainer: offbeat.Trainer) -> float:
-    """Parameters in stages that lag, over all."""
+def _described(trainer: offbeat.Trainer) -> dict[str, Any]:
+    """Of the first phase: lags, places, and the share of all weights in stages that lag."""
     counts = [sum(p.numel() for p in worker.stage.parameters) for worker in trainer._workers]
-    lags = trainer.lags
-    return sum(count for count, lag in zip(counts, lags, strict=True) if lag) / sum(counts)
+    stale = sum(count for count, lag in zip(counts, trainer.lags, strict=True) if lag)
+    return {
+        "lags": list(trainer.lags),
+        "places": list(trainer.cuts or ()),
+        "stale_share": round(stale / sum(counts), 4),
+    }
 
 
 def _memory(device: torch.device) -> float | None:
