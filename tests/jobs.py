@@ -583,6 +583,49 @@ def end_early() -> int:
     return trainer.rank
 
 
+def save_without(dies: int, folder: str) -> dict[str, Any] | None:
+    """Three replicas of which one dies; the others save before and afterwards, and train on."""
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    place = Path(folder)
+    batches = vector_batches(12, rows=12, dtype=torch.float32)
+    trainer = trainer_for(
+        dropout_net(), optimizer=OPTIMIZERS["momentum"], replicas=3, averaging=DaSGD(2, 1), seed=3,
+        when_replica_dies="go on",
+    )  # fmt: skip
+    losses = []
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if number == 4:
+            trainer.save(place / "before", wait=True)
+        if trainer.rank == dies and number == 5:
+            time.sleep(0.5)  # all that it has to send is sent
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses.append(trainer.step(x, y))
+        if number == 7:
+            started = time.monotonic()
+            words = refusal(lambda: trainer.save(place / "exact"))
+            refused_s = time.monotonic() - started
+            trainer.save(place / "drained", drain=True, wait=True)
+            saved = trainer.state_dict()
+    return {"words": words, "refused_s": refused_s, "saved": saved, "losses": len(losses)}
+
+
+def miss_an_exchange() -> str | None:
+    """Rank 1 does something else while rank 0 compares the lengths of the loaders."""
+    import time
+
+    trainer = trainer_for(
+        job_of("cnn")[0], StaleWeights(), OPTIMIZERS["momentum"], stages=2, timeout=2.0
+    )
+    if trainer.rank == 1:
+        time.sleep(6)
+        return None
+    return refusal(lambda: list(trainer.batches([])))
+
+
 def disagree_about_death() -> None:
     import os
 
