@@ -8,7 +8,8 @@
 
 No promise is made before everything that may fail has worked, and promises need nobody's help but
 the threads' here; so nobody is held up for longer than it takes to read a few notes. The launcher
-writes "void" in place of the note when the returning processes have died before it.
+writes "void" in place of the note when the returning processes have died before it, and so does a
+process that is done with the run: nobody may wait for its promise.
 
 A *life* is a replica's number, plus the number of replicas for each return that the run has seen
 until then: a replica that comes back is not mistaken for the one that died.
@@ -100,16 +101,18 @@ class Door(threading.Thread):
         failure: Callable[[], OffbeatError | None],
         lives: dict[int, int],
         after: int,
+        timeout_s: float,
     ) -> None:
         """``lost``: whether this process has lost a life; ``dead``: whether anybody has.
 
-        ``lives``: the present ones by replica. ``after``: the last return so far.
+        ``lives``: the present ones by replica. ``after``: the last return so far. ``timeout_s``:
+        how long a promise may hold up a step.
         """
         super().__init__(daemon=True, name="offbeat-door")
         self._store: Store = returns_of(store.clone())  # type: ignore[attr-defined]
         self._rank, self._stages, self._replicas = rank, stages, replicas
         self._lost, self._dead, self._closed, self._failure = lost, dead, closed, failure
-        self._lives, self._after = lives, after
+        self._lives, self._after, self._timeout_s = lives, after, timeout_s
         self._changed = threading.Condition()
         self._step = 0
         self._promised: int | None = None
@@ -119,11 +122,19 @@ class Door(threading.Thread):
 
     def admission(self, step: int) -> tuple[Admission, Link] | None:
         """Called before every step: whom to let in now. Waits only if a promise demands it."""
+        deadline = time.monotonic() + self._timeout_s
         with self._changed:
             self._step = step
             while self._promised is not None and step >= self._promised:
                 if (failure := self._failure()) is not None:
                     raise failure
+                if time.monotonic() > deadline:
+                    raise WorkerLost(
+                        f"rank {self._rank} has promised not to begin step {step} before all agree"
+                        " on when a replica comes back, and they have not agreed within"
+                        f" {self._timeout_s:g} s (timeout={self._timeout_s:g}): another process is"
+                        " stuck. Its own output says why."
+                    )
                 self._changed.wait(_PAUSE_S)
             found = self._admission
             if found is None or step < found[0].step:
@@ -139,7 +150,12 @@ class Door(threading.Thread):
     def run(self) -> None:
         try:
             for number in itertools.count(self._after + 1):
-                found = self._welcome(number)
+                try:
+                    found = self._welcome(number)
+                except _Closed:
+                    if self._failure() is None:  # otherwise the others go on without this one
+                        self._store.compare_set(f"{number}/note", "", json.dumps(VOID))
+                    raise
                 with self._changed:
                     self._promised, self._admission = None, found
                     self._changed.notify_all()
@@ -246,6 +262,9 @@ def knock(
         time.sleep(_PAUSE_S)
     words = json.loads(store.get(note))
     if words == VOID:
-        raise WorkerLost("another process of this replica ended before it could join.")
+        raise WorkerLost(
+            "this replica came back and cannot join: another of its processes has died, or the"
+            " others are done with the run."
+        )
     admission = Admission(replica + replicas * number, *words)
     return admission, {life: links[life % replicas] for life in admission.members}

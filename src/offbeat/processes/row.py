@@ -75,6 +75,7 @@ class Processes:
             _join(timedelta(seconds=timeout_s))
         _leave_at_exit()
         self._device = device
+        self.timeout_s = timeout_s
         again = return_number()
         self.rank = int(os.environ["RANK"]) if again else dist.get_rank()
         self.size = int(os.environ["WORLD_SIZE"]) if again else dist.get_world_size()
@@ -146,7 +147,6 @@ class Processes:
         self._board.watch(self.transport)
         self._notes = self._board.notes()
         self._meetings = 0
-        self.timeout_s = timeout_s
         _OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
@@ -179,6 +179,7 @@ class Processes:
                 failure=lambda: transport.failure,
                 lives={one % self.replicas: one for one in there},
                 after=return_number(),
+                timeout_s=self.timeout_s,
             )
             survivors.helpers.append(self._door)
             self._door.start()
