@@ -35,7 +35,7 @@ def _of_run(run: Facts) -> Markup:
         (place(run, of.replica, of.stage), *(_words(of, name) for name in _COLUMNS))
         for of in run.guarded
     ]
-    return table("Gradients, per stage", ("stage", *_COLUMNS.values()), rows)
+    return table("Gradients, per stage", ("stage", *_COLUMNS.values()), rows, class_="numbers")
 
 
 def _words(of: Guarded, name: str) -> str:
