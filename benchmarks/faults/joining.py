@@ -34,9 +34,11 @@ from offbeat.checks import checksum_of  # noqa: E402
 from offbeat.errors import OffbeatError, WorkerLost  # noqa: E402
 from offbeat.processes.joining import return_number  # noqa: E402
 
-STEPS = 960
+STEPS = 720
 _PAUSE_S = 0.01
 """After each step, so that a replica that comes back finds the others still training."""
+_HOLD, _HOLD_S = 480, 60.0
+"""From this step on the others wait so long for one that is away: a busy machine starts slowly."""
 _LIMIT_S = 150.0
 LAYOUTS = ((3, 1), (2, 1), (2, 2), (3, 1))
 """Replicas and stages."""
@@ -102,19 +104,32 @@ def train(plan: Plan) -> dict[str, Any]:
         when_replica_dies="go on",
     )
     batches = vector_batches(12, rows=12, dtype=torch.float32) * (STEPS // 12)
+    held_s = 0.0
     for x, y in trainer.batches(batches):
         for kill in kills:
             if kill["at"] == trainer._step:
                 threading.Timer(kill["delay_s"], die).start()
         trainer.step(x, y)
         time.sleep(_PAUSE_S)
+        while trainer._step >= _HOLD and held_s < _HOLD_S and is_awaited(trainer, said):
+            time.sleep(_PAUSE_S)
+            held_s += _PAUSE_S
     trainer.flush()
     return {
         "digest": checksum_of(list(trainer.state_dict().values())),
         "steps": trainer._step,
         "gone": sum("is gone" in words for words in said),
         "back": sum("is back" in words for words in said),
+        "joined_at": trainer._processes.joined_at if trainer._processes is not None else 0,
     }
+
+
+def is_awaited(trainer: offbeat.Trainer, said: list[str]) -> bool:
+    """Whether a replica is away and steps are not what it takes to let it in."""
+    assert trainer._processes is not None
+    door = trainer._processes._door
+    away = sum(("is gone" in words) - ("is back" in words) for words in said)
+    return away > 0 and door is not None and door._promised is None and door._admission is None
 
 
 def left_behind() -> int:
@@ -142,6 +157,7 @@ def carry_out(plan: Plan) -> dict[str, Any]:
         "ended": ended,
         "missing": [rank for rank in range(size) if rank not in ended],
         "differing": len(digests) != 1 or any(found[rank]["steps"] != STEPS for rank in ended),
+        "joined_at": first.get("joined_at"),
         "gone": first["gone"],
         "back": first["back"],
         "seconds": round(time.monotonic() - started, 1),

@@ -21,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ RETURN, STAGES, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_STAGES", "OFFBEAT_RESTARTS
 VOID = "void"
 _PAUSE_S = 0.05
 _CONNECTING_S = 15.0
-"""Both sides are at it, so this is long; a side that dies meanwhile delays only the next return."""
+"""Both sides are at it, so this is long."""
 
 
 def returns_of(root: Store) -> Store:
@@ -117,6 +118,7 @@ class Door(threading.Thread):
         self._step = 0
         self._promised: int | None = None
         self._admission: tuple[Admission, Link] | None = None
+        self._connecting: list[threading.Thread] = []
 
     # ---------------------------------------------------------------- asked by the trainer
 
@@ -161,7 +163,8 @@ class Door(threading.Thread):
                     self._changed.notify_all()
                 self._wait(lambda: self._admission is None)
         except (_Closed, RuntimeError):  # the run is over, or the launcher's store has gone
-            return
+            for thread in self._connecting:  # inside gloo, which must not outlive the interpreter
+                thread.join()
 
     def _welcome(self, number: int) -> tuple[Admission, Link] | None:
         """Everything up to the note; None if the return came to nothing."""
@@ -180,9 +183,8 @@ class Door(threading.Thread):
         ):
             return None
         self._store.set(f"{number}/meets/{self._rank}", "yes")
-        try:
-            link = _connect(self._store, number, stage, own, returning=False)
-        except RuntimeError:  # it died meanwhile; without us there is no note but "void"
+        link = self._connected(number, stage, own)
+        if link is None:  # it died meanwhile; without us there is no note but "void"
             self._wait(lambda: self._there(note))
             return None
         self._store.set(f"{number}/stands/{self._rank}", "yes")
@@ -200,6 +202,23 @@ class Door(threading.Thread):
         if words == VOID:
             return None
         return Admission(replica + self._replicas * number, *words), link
+
+    def _connected(self, number: int, stage: int, own: int) -> Link | None:
+        """The connections with a returning replica; None once it has died.
+
+        Made by a thread, because gloo would wait long for one that died, and so would the next.
+        """
+        links: list[Link] = []
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                links.append(_connect(self._store, number, stage, own, returning=False))
+
+        thread = threading.Thread(target=connect, daemon=True, name="offbeat-connecting")
+        self._connecting.append(thread)
+        thread.start()
+        self._wait(lambda: not thread.is_alive() or self._there(f"{number}/note"))
+        return links[0] if links else None
 
     def _all(self, name: str, returning: int) -> list[int] | None:
         """The ranks of all who live, if each has left such a note."""
