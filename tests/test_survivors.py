@@ -117,6 +117,23 @@ def test_those_who_are_left_can_save(dies: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_death_at_any_moment_of_a_save_leaves_others_that_agree(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    for moment in range(6):
+        dies, at, folder = moment % 3, draw.randrange(3, 12), tmp_path / str(moment)
+        todo = (dies, at, draw.uniform(0, 0.05), str(folder))
+        found = offbeat.launch(jobs.save_often, 3, *todo, timeout_s=100, go_on=True)
+        one, other = (result for result in found if result is not None)
+        assert one["refusals"] == other["refusals"], todo
+        assert one["refusals"], todo
+        assert max(one["slowest_s"], other["slowest_s"]) < 30, todo  # and not timeout=60
+        again = trainer_for(jobs.dropout_net(), optimizer=OPTIMIZERS["momentum"], seed=3)
+        assert again.resume(folder).step == 40
+        assert_same_bits(again.state_dict(), one["state"])
+        assert_same_bits(one["state"], other["state"])
+
+
+@pytest.mark.long
 def test_an_error_in_one_replica_ends_that_one_alone() -> None:
     found = survivors_of(LocalSGD(2), 2, 2, dies=2, at=5, delay_s=-1)
     assert_same_bits(found[0]["state"], found[1]["state"])
