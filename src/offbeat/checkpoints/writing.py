@@ -79,7 +79,10 @@ class Writer:
             raise error
 
     def _write(self, order: Order) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        first = order.ranks[0]
+        # The first waits for all parts, and the others also while it puts them together.
+        patience_s = self._timeout_s if self._rank == first else 2 * self._timeout_s
+        deadline = time.monotonic() + patience_s
 
         def given_up() -> bool:
             """Whether it makes no sense to wait for the others any longer."""
@@ -87,7 +90,6 @@ class Writer:
             return failing or self._lost() or time.monotonic() > deadline
 
         written, outcome = f"{self._count}/written", f"{self._count}/outcome"
-        first = order.ranks[0]
         try:
             if self._rank in order.ranks:
                 self._everyone.tell(written, _try(lambda: self._write_own(order)))
