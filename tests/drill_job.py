@@ -11,6 +11,7 @@ is imported once; every process is a fork that goes on as a main program of its 
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import mmap
@@ -153,6 +154,7 @@ def become(rank: int, plan: Plan, port: int, output: Path) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.dump_traceback_later(_LIMIT_S - 5)  # before it counts as hung
     if plan["processes"] > 1:
         os.environ |= {
             "RANK": str(rank),
@@ -243,16 +245,16 @@ def carry_out(plan: Plan, folder: Path) -> dict[str, Any]:
     marks = Marks()
     pids = started(plan, folder / "cut", marks)
     report["moment"] = disturb(plan, pids, marks)
-    codes = wait_for(pids)
+    struck = codes = wait_for(pids)
     report["lost"] = lost(folder / "cut", marks)
     if plan["fault"] == "truncated file" and any(codes):
         report["moment"] += "; " + truncate(plan, folder / "cut")
     if any(codes):
         report["starts"] += 1
         codes = wait_for(started(plan, folder / "cut", marks))
-    report["codes"] = [undisturbed, codes]
+    report["codes"] = [undisturbed, struck, codes]
     report["differing"] = differing(folder / "cut", folder / "whole")
-    if report["differing"]:
+    if report["differing"] or report["hung"]:
         report["texts"] = [file.read_text() for file in sorted((folder / "cut").glob("output-*"))]
     return report
 

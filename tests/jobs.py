@@ -583,6 +583,77 @@ def end_early() -> int:
     return trainer.rank
 
 
+def save_without(dies: int, folder: str) -> dict[str, Any] | None:
+    """Three replicas of which one dies; the others save before and afterwards, and train on."""
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    place = Path(folder)
+    batches = vector_batches(12, rows=12, dtype=torch.float32)
+    trainer = trainer_for(
+        dropout_net(), optimizer=OPTIMIZERS["momentum"], replicas=3, averaging=DaSGD(2, 1), seed=3,
+        when_replica_dies="go on",
+    )  # fmt: skip
+    losses = []
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if number == 4:
+            trainer.save(place / "before", wait=True)
+        if trainer.rank == dies and number == 5:
+            time.sleep(0.5)  # all that it has to send is sent
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses.append(trainer.step(x, y))
+        if number == 7:
+            started = time.monotonic()
+            words = refusal(lambda: trainer.save(place / "exact"))
+            refused_s = time.monotonic() - started
+            trainer.save(place / "drained", drain=True, wait=True)
+            saved = trainer.state_dict()
+    return {"words": words, "refused_s": refused_s, "saved": saved, "losses": len(losses)}
+
+
+def save_often(dies: int, at: int, delay_s: float, folder: str) -> dict[str, Any]:
+    """Three replicas that save after every other step, by turns exactly and drained; one dies."""
+    import os
+    import signal
+    import threading
+    import time
+
+    batches = vector_batches(40, rows=12, dtype=torch.float32)
+    trainer = trainer_for(
+        dropout_net(), optimizer=OPTIMIZERS["momentum"], replicas=3, averaging=DaSGD(2, 1), seed=3,
+        timeout=60.0, when_replica_dies="go on",
+    )  # fmt: skip
+    refusals = []
+    slowest_s = 0.0
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if (trainer.rank, number) == (dies, at):
+            threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        trainer.step(x, y)
+        started = time.monotonic()
+        if number % 2:
+            words = refusal(lambda n=number: trainer.save(folder, drain=n % 4 == 1))  # type: ignore[misc]
+            refusals += [words] if words != "nothing was refused" else []
+        slowest_s = max(slowest_s, time.monotonic() - started)
+    trainer.flush()
+    trainer.save(folder, drain=True, wait=True)
+    return {"state": trainer.state_dict(), "refusals": refusals, "slowest_s": slowest_s}
+
+
+def miss_an_exchange() -> str | None:
+    """Rank 1 does something else while rank 0 compares the lengths of the loaders."""
+    import time
+
+    trainer = trainer_for(
+        job_of("cnn")[0], StaleWeights(), OPTIMIZERS["momentum"], stages=2, timeout=2.0
+    )
+    if trainer.rank == 1:
+        time.sleep(6)
+        return None
+    return refusal(lambda: list(trainer.batches([])))
+
+
 def disagree_about_death() -> None:
     import os
 

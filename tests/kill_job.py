@@ -28,17 +28,17 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
+from offbeat.averaging import LocalSGD
 from offbeat.processes import Processes
 
-RANKS = 3
 PHASES = ("start", "joining", "groups", "agreeing", "training", "evaluation", "saving")
 _NOBODY_LIVES_LONGER_S = 120
 Plan = dict[str, Any]
 Mark = Callable[[str], None]
 
 
-def train(mark: Mark, join_s: float | None) -> None:
-    """What a user writes, without an end."""
+def train(mark: Mark, join_s: float | None, stages: int = 3, replicas: int = 1) -> None:
+    """What a user writes, without an end. Replicas just train, and never come to an average."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4)]
     batches = [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(8)]
@@ -50,13 +50,17 @@ def train(mark: Mark, join_s: float | None) -> None:
         loss=nn.functional.cross_entropy,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
         method=offbeat.StaleWeights(),
-        stages=RANKS,
+        stages=stages,
+        replicas=replicas,
+        averaging=LocalSGD(1_000_000) if replicas > 1 else None,
         timeout=join_s or 30.0,
     )
     while True:
         mark("training")
-        for x, y in 4 * batches:
+        for x, y in trainer.batches(4 * batches):
             trainer.step(x, y)
+        if replicas > 1:
+            continue
         mark("evaluation")
         for _ in range(8):
             trainer.evaluate(batches)
@@ -88,7 +92,7 @@ def marker(rank: int, marks: mmap.mmap, plan: Plan) -> Mark:
     return mark
 
 
-def become(rank: int, port: int, output: Path) -> None:
+def become(rank: int, ranks: int, port: int, output: Path) -> None:
     """Makes a fork what a launcher would have started, in a process group of its own."""
     os.setpgid(0, 0)
     signal.alarm(_NOBODY_LIVES_LONGER_S)
@@ -97,7 +101,7 @@ def become(rank: int, port: int, output: Path) -> None:
     os.dup2(file, 2)
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
@@ -161,14 +165,16 @@ def main() -> None:
     torch.set_num_threads(1)
     warm_up()
     for number, plan in enumerate(plans):
-        marks, port = mmap.mmap(-1, RANKS), free_port()
-        files = [folder / f"{number}-{rank}" for rank in range(RANKS)]
+        stages, replicas = plan.get("layout", (3, 1))
+        ranks = stages * replicas
+        marks, port = mmap.mmap(-1, ranks), free_port()
+        files = [folder / f"{number}-{rank}" for rank in range(ranks)]
         pids = []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             pids.append(os.fork())
             if pids[-1] == 0:
-                become(rank, port, files[rank])
-                train(marker(rank, marks, plan), plan.get("join_s"))
+                become(rank, ranks, port, files[rank])
+                train(marker(rank, marks, plan), plan.get("join_s"), stages, replicas)
         hit = kill(plan, pids[plan["rank"]], marks)
         ends = watch(pids, plan["limit_s"])
         report = {

@@ -30,10 +30,11 @@ from helpers import (
 from offbeat import Guards, StaleWeights, Synchronous, cli
 from offbeat.averaging import AllReduce, LocalSGD
 from offbeat.errors import ConfigurationError, GuardError
-from offbeat.guards import Guard, Updates
+from offbeat.guards import Guard, Update, Updates
 from offbeat.methods import ADL, DGL, Method
 from offbeat.runs import Run
 from offbeat.stage import Stage
+from offbeat.training import guarded as summed_up
 
 
 def spoil(parameter: Any, at: int, value: float = math.nan) -> None:
@@ -435,6 +436,23 @@ def test_something_else_than_guards_is_refused() -> None:
         trainer_for(mlp(), guards="skip")
 
 
+def test_updates_are_summed_up_by_stage() -> None:
+    updates = Updates()
+    for number, norms in enumerate([(3.0, 4.0), (0.5, math.nan), (6.0, 0.5)]):
+        for stage, norm in enumerate(norms):
+            outcome: Any = "applied" if math.isfinite(sum(norms)) else "skipped"
+            updates.record(Update(stage, number, 2 - stage, norm, outcome))
+    found = summed_up(updates, clip=4.5)
+    assert found["0/0"] == {
+        "updates": 3, "dropped": 1, "skipped": 1, "rolled_back": 0, "clipped": 1, "not_finite": 0,
+        "median_norm": 3.0, "largest_norm": 6.0, "largest_lag": 2,
+    }  # fmt: skip
+    assert [found["0/1"][name] for name in ("clipped", "not_finite", "median_norm")] == [0, 1, 2.25]
+    assert summed_up(updates, clip=4.5, by_model=True)["0/1"]["clipped"] == 2  # 5.0 and 6.02
+    assert summed_up(updates)["0/0"]["clipped"] is None
+    assert summed_up(Updates()) == {}
+
+
 def test_the_command_line_sets_guards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(*words: str) -> int:
         words = ("train", "--max-steps", "6", "--method", "stale-weights", "--stages", "2", *words)
@@ -446,7 +464,8 @@ def test_the_command_line_sets_guards(tmp_path: Path, capsys: pytest.CaptureFixt
     summary = Run.load(tmp_path / "0").summary["guards"]
     assert {place: found["updates"] for place, found in summary.items()} == {"0/0": 6, "0/1": 6}
     assert summary["0/0"]["largest_lag"] == 2
-    assert 0 < summary["0/1"]["largest_norm"] < 100
+    assert 0 < summary["0/1"]["median_norm"] <= summary["0/1"]["largest_norm"] < 100
+    assert summary["0/1"]["clipped"] is None
     assert train("--max-lag", "1") == 2
     assert "max_lag=1, and StaleWeights" in capsys.readouterr().err
     assert train("--nonfinite", "panic") == 2

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -12,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, Store
 
 import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, vector_batches
 from offbeat.averaging import LocalSGD
-from offbeat.errors import ConfigurationError
-from offbeat.processes.joining import Admission, Link
+from offbeat.errors import ConfigurationError, WorkerLost
+from offbeat.processes import joining
+from offbeat.processes.joining import Admission, Door, Link, returns_of
 from offbeat.processes.survivors import Survivors
 from offbeat.rng import seed_for
 from test_survivors import Network, left_behind
@@ -194,6 +201,54 @@ def test_all_agree_on_every_average_around_a_return(
                 assert parts == network.averages[left[0]][number], (seed, replica, number)
                 there = [r for r in left if r != NEWCOMER or number >= JOINS]
                 assert {other + 10.0 * number for other in there} <= set(parts), (seed, number)
+
+
+# ------------------------------------------------------------------------- promises
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Replica 1 of three is back and connected with 0 and 2; of these 2 has promised nothing."""
+    monkeypatch.setattr(joining, "_connect", lambda *_, **__: Link(None, None))
+    made = HashStore()
+    for name, value in {"who": "1", "here/0": "yes", "stands/2": "yes"}.items():
+        returns_of(made).set(f"1/{name}", value)
+    return made
+
+
+@contextmanager
+def door(store: Store, rank: int, timeout_s: float, *, done: bool = False) -> Iterator[Door]:
+    """Of a replica that is ``done`` with the run, or that has promised not to begin step 1."""
+    closed = threading.Event()
+    if done:
+        closed.set()
+    made = Door(
+        store, rank, 1, 3, lost=lambda _: not done, dead=lambda life: life == 1,
+        closed=closed.is_set, failure=lambda: None, lives={0: 0, 1: 1, 2: 2}, after=0,
+        timeout_s=timeout_s,
+    )  # fmt: skip
+    made.start()
+    deadline = time.monotonic() + 20
+    while not done and not returns_of(store).check([f"1/promise/{rank}"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield made
+    closed.set()
+    made.join()
+
+
+def test_nobody_waits_for_the_promise_of_one_that_is_done(store: Store) -> None:
+    with door(store, 0, timeout_s=60) as waiting, door(store, 2, timeout_s=60, done=True):
+        assert waiting.admission(1) is None
+    assert json.loads(returns_of(store).get("1/note")) == "void"
+
+
+def test_a_promise_holds_up_a_step_for_no_longer_than_the_timeout(store: Store) -> None:
+    with door(store, 0, timeout_s=0.3) as waiting:
+        assert waiting.admission(0) is None
+        words = r"not to begin step 1 .* within 0.3 s \(timeout=0.3\)"
+        with pytest.raises(WorkerLost, match=words):
+            waiting.admission(1)
 
 
 @pytest.mark.long

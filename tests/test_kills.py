@@ -91,8 +91,8 @@ def test_twenty_random_kills_end_every_process_with_words(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(240)
 def test_a_process_that_dies_before_all_have_joined_is_missed(tmp_path: Path) -> None:
-    """Nobody was connected yet: the others wait as long as init_process_group was told to."""
-    words = r"[Tt]imed out|wait timeout"
+    """Who is not connected yet waits as long as init_process_group, or the trainer, was told to."""
+    words = r"[Tt]imed out|wait timeout|WorkerLost: the connection to rank 1 broke"
     plans = [
         {
             "rank": rank,
@@ -102,10 +102,51 @@ def test_a_process_that_dies_before_all_have_joined_is_missed(tmp_path: Path) ->
             "join_s": 3.0,
             "limit_s": 60.0,
         }
-        for rank, phase in ((0, "joining"), (2, "joining"), (1, "agreeing"))
+        for rank, phase in (
+            (0, "joining"),
+            (2, "joining"),
+            (1, "groups"),
+            (2, "groups"),
+            (1, "agreeing"),
+        )
     ]
     for report in run_plans(plans, tmp_path, timeout_s=220):
         assert_all_ended(report, words)
+
+
+@pytest.mark.timeout(120)
+def test_a_death_is_noticed_by_those_who_have_no_connection_to_it(tmp_path: Path) -> None:
+    """The other replica would train on until the next average, which here never comes."""
+    plan = {
+        "rank": 3,
+        "signal": signal.SIGKILL,
+        "phase": "training",
+        "delay_s": 0.1,
+        "limit_s": 30.0,
+        "layout": (2, 2),
+    }
+    (report,) = run_plans([plan], tmp_path, timeout_s=100)
+    assert_all_ended(report, r"WorkerLost: the connection to rank \d broke|WorkerLost: rank \d has")
+    assert "WorkerLost: rank 2 has ended:\n" in report["texts"][0]
+    assert "the connection to rank 3 broke" in report["texts"][0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_frozen_process_is_not_waited_for_even_if_it_holds_the_store(tmp_path: Path) -> None:
+    plan = {
+        "rank": 0,
+        "signal": signal.SIGSTOP,
+        "phase": "training",
+        "delay_s": 0.1,
+        "limit_s": 20.0,
+        "join_s": 3.0,
+    }
+    (report,) = run_plans([plan], tmp_path, timeout_s=100)
+    assert [code for code, _ in report["ends"]] == [None, 1, 1]
+    for text in report["texts"][1:]:
+        assert re.search(r"(?s)WorkerLost: no message for 3 s|connection to rank \d broke", text)
+    assert any("the launcher's store does not answer" in text for text in report["texts"])
 
 
 def children_of(parent: int) -> dict[int, int]:

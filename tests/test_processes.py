@@ -219,6 +219,12 @@ def test_a_stall_says_who_waits_for_what() -> None:
     assert "rank 2: stage 2 waits for the activation of batch 3 for stage 2 from stage 1" in words
 
 
+def test_a_value_that_never_comes_is_missed_with_words() -> None:
+    words, _ = offbeat.launch(jobs.miss_an_exchange, 2, timeout_s=60)
+    assert "rank 0 has waited 2 s (timeout=2) for 'lengths' from rank 1: " in words
+    assert "give the trainer a longer timeout" in words
+
+
 @pytest.mark.parametrize("action", ["0F2", "1B0", "2U3"])
 def test_a_killed_process_ends_the_others_with_words(action: str) -> None:
     with pytest.raises(WorkerLost, match=f"rank {action[0]} ended with signal SIGKILL"):

@@ -317,6 +317,24 @@ def test_a_page_has_every_part_under_a_heading(tmp_path: Path) -> None:
     assert ("name", "viewport") in seen.attributes and ("lang", "en") in seen.attributes
 
 
+def test_gradients_are_shown_where_guards_saw_them(tmp_path: Path) -> None:
+    seen = {
+        "updates": 60, "dropped": 3, "skipped": 2, "rolled_back": 1, "clipped": 17,
+        "not_finite": 3, "median_norm": 0.4375, "largest_norm": 12.5, "largest_lag": 6,
+    }  # fmt: skip
+    guarded = {"0/1": seen | {"clipped": None, "median_norm": None}, "0/0": seen}
+    run = changed(made_run(tmp_path / "guarded"), SUMMARY, guards=guarded)
+    words = Seen(page([run])).words
+    head = "stageupdatesnorm, mediannorm, largestclippednot finiteskippedrolled backlag, largest"
+    assert f"Gradients, per stage{head}" in words
+    assert "stage 0600.437512.5173216stage 160-12.5-3216" in words
+    bare = made_run(tmp_path / "bare")
+    assert "Gradients" not in Seen(page([bare])).words
+    assert "This run had no guards." in Seen(page([run, bare])).words
+    for damaged in ({"x": 1}, {"0/0": {"updates": "many"}}, [3]):
+        assert "Configuration" in Seen(page([changed(run, SUMMARY, guards=damaged)])).words
+
+
 def test_runs_are_compared_with_the_synchronous_one(tmp_path: Path) -> None:
     runs = [
         made_run(tmp_path / "stale", accuracy=0.9),

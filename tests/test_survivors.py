@@ -6,9 +6,11 @@ import copy
 import logging
 import os
 import random
+import re
 import subprocess
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +98,39 @@ def test_a_replica_of_two_stages_goes_as_a_whole() -> None:
     assert_same_bits(found[0]["state"], found[1]["state"])
     assert found[0]["evaluation"] == found[1]["evaluation"]
     assert all("replica 1 is gone" in result["said"][0] for result in found)
+
+
+@pytest.mark.parametrize("dies", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_those_who_are_left_can_save(dies: int, tmp_path: Path) -> None:
+    found = offbeat.launch(jobs.save_without, 3, dies, str(tmp_path), timeout_s=200, go_on=True)
+    assert found[dies] is None
+    for result in (result for rank, result in enumerate(found) if rank != dies):
+        assert re.search(rf"replica {dies} has died, .*save\(..., drain=True\)", result["words"])
+        assert result["refused_s"] < 20  # and not after timeout=300
+        assert result["losses"] == 12
+    left = next(result for result in found if result is not None)
+    assert not list((tmp_path / "exact").glob("step-*"))
+    again = trainer_for(jobs.dropout_net(), optimizer=OPTIMIZERS["momentum"], seed=3)
+    resumed = again.resume(tmp_path / "drained")
+    assert (resumed.step, resumed.kind) == (8, "drained")
+    assert_same_bits(again.state_dict(), left["saved"])
+
+
+@pytest.mark.long
+def test_a_death_at_any_moment_of_a_save_leaves_others_that_agree(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    for moment in range(6):
+        dies, at, folder = moment % 3, draw.randrange(3, 12), tmp_path / str(moment)
+        todo = (dies, at, draw.uniform(0, 0.05), str(folder))
+        found = offbeat.launch(jobs.save_often, 3, *todo, timeout_s=100, go_on=True)
+        one, other = (result for result in found if result is not None)
+        assert one["refusals"] == other["refusals"], todo
+        assert one["refusals"], todo
+        assert max(one["slowest_s"], other["slowest_s"]) < 30, todo  # and not timeout=60
+        again = trainer_for(jobs.dropout_net(), optimizer=OPTIMIZERS["momentum"], seed=3)
+        assert again.resume(folder).step == 40
+        assert_same_bits(again.state_dict(), one["state"])
+        assert_same_bits(one["state"], other["state"])
 
 
 @pytest.mark.long

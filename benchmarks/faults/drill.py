@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -33,6 +34,8 @@ def main() -> None:
     parser.add_argument("--fault", help="only the moments of this fault")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.out is not None:
+        given.out.unlink(missing_ok=True)
     plans = make_plans(given.moments, given.seed, LAYOUTS)
     plans = [plan for plan in plans if given.fault in (None, plan["fault"])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -46,6 +49,7 @@ def main() -> None:
             for line in run.stdout:
                 report = json.loads(line)
                 reports.append(report)
+                append(given.out, report)
                 plan = report["plan"]
                 print(
                     len(reports), plan["fault"], plan["method"], plan["processes"],
@@ -61,9 +65,14 @@ def main() -> None:
         "processes": dict(Counter(report["plan"]["processes"] for report in reports)),
     }
     print(json.dumps(summary, indent=1))
-    if given.out is not None:
-        lines = [json.dumps(line) for line in ({"summary": summary}, *reports)]
-        given.out.write_text("\n".join(lines) + "\n")
+    append(given.out, {"summary": summary})
+
+
+def append(place: Path | None, line: dict[str, Any]) -> None:
+    """As it goes, so that a drill that is cut short has its results."""
+    if place is not None:
+        with place.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ import platform
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
-from offbeat.guards import Guards, Updates
+from offbeat.guards import Guards, Update, Updates
 from offbeat.methods import Method, Phases, Synchronous, method_named
 from offbeat.optimizers import Muon
 from offbeat.planning import Auto, settings_of
@@ -113,7 +114,9 @@ def run_experiment(
         if status == "failed" and writer is not None:
             writer.add("end", **recorder.place(progress), status=status)
             writer.close()
-    return _finish(trainer, progress, recorder, writer, status)
+    # A hybrid clips first by stage and then by model, which no count tells apart.
+    clip = experiment.clip if experiment.hybrid is None else None
+    return _finish(trainer, progress, recorder, writer, status, clip)
 
 
 def _train(
@@ -479,6 +482,7 @@ def _finish(
     recorder: Recorder,
     writer: RunWriter | None,
     status: str,
+    clip: float | None,
 ) -> dict[str, Any]:
     """Everything that all processes must be asked for, then the files."""
     ledger, memory, state = trainer.ledger, trainer.memory(), trainer.state_dict()
@@ -502,7 +506,9 @@ def _finish(
             for name, s in waits.items()
             if s
         },
-        "guards": guarded(trainer.updates),
+        "guards": guarded(
+            trainer.updates, clip, by_model=trainer.method.schedule(trainer.stages).synchronous
+        ),
         "busy_share": busy_shares(ledger, trainer.stages),
         "cuts": None if trainer.cuts is None else list(trainer.cuts),
     }
@@ -515,17 +521,38 @@ def _finish(
     return summary
 
 
-def guarded(updates: Updates) -> dict[str, dict[str, Any]]:
-    """What the guards saw, by replica and stage; empty without guards."""
-    found: dict[str, dict[str, Any]] = {}
+def guarded(
+    updates: Updates, clip: float | None = None, *, by_model: bool = False
+) -> dict[str, dict[str, Any]]:
+    """What the guards saw, by replica and stage; empty without guards.
+
+    ``clip``: the bound on norms, of each stage or, ``by_model``, of all stages together.
+    """
+    squares: dict[tuple[int, int], float] = defaultdict(float)
+    places: dict[str, list[Update]] = defaultdict(list)
     for update in updates:
-        nothing = {"updates": 0, "dropped": 0, "largest_norm": 0.0, "largest_lag": 0}
-        of = found.setdefault(f"{update.replica}/{update.stage}", nothing)
-        of["updates"] += 1
-        of["dropped"] += update.outcome != "applied"
-        of["largest_lag"] = max(of["largest_lag"], update.lag)
-        if math.isfinite(update.norm):
-            of["largest_norm"] = max(of["largest_norm"], update.norm)
+        squares[update.replica, update.update] += update.norm**2
+        places[f"{update.replica}/{update.stage}"].append(update)
+
+    def is_clipped(update: Update) -> bool:
+        norm = math.sqrt(squares[update.replica, update.update]) if by_model else update.norm
+        return clip is not None and update.outcome == "applied" and norm > clip
+
+    found = {}
+    for place, of in places.items():
+        norms = [update.norm for update in of if math.isfinite(update.norm)]
+        outcomes = Counter(update.outcome for update in of)
+        found[place] = {
+            "updates": len(of),
+            "dropped": len(of) - outcomes["applied"],
+            "skipped": outcomes["skipped"],
+            "rolled_back": outcomes["rolled back"],
+            "clipped": None if clip is None else sum(map(is_clipped, of)),
+            "not_finite": len(of) - len(norms),
+            "median_norm": median(norms) if norms else None,
+            "largest_norm": max(norms, default=0.0),
+            "largest_lag": max(update.lag for update in of),
+        }
     return found
 
 

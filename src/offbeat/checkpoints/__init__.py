@@ -9,6 +9,7 @@ import hashlib
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from offbeat.checkpoints.writing import Alone, Order, Writer
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.methods import Method
 from offbeat.methods.base import require_count
+from offbeat.processes.board import LOST
 from offbeat.processes.row import describe
 from offbeat.rng import generator_states, set_generators
 from offbeat.snapshot import on_device
@@ -124,14 +126,16 @@ class Checkpoints:
         trainer = self._trainer
         # The last write first: two snapshots at once would double what is held in memory.
         self.wait()
-        files = self._drained_files() if drain else self._exact_files()
-        if data is not None and trainer.rank == 0:
+        ranks = self._keepers() if drain else list(range(trainer.mesh_size))
+        files = self._drained_files(ranks) if drain else self._exact_files()
+        if data is not None and trainer.rank == ranks[0]:
             files[DATA] = data.state_dict() if hasattr(data, "state_dict") else data
         return Order(
             folder=folder,
             step=trainer._step,
             keep=keep,
             files=files,
+            ranks=ranks,
             manifest={
                 "format": FORMAT,
                 "kind": "drained" if drain else "exact",
@@ -181,11 +185,24 @@ class Checkpoints:
             refusal = error
         # Nobody goes on before all have looked at their messages; and all refuse, or none.
         words = self._meet("saving", None if refusal is None else str(refusal))
+        refusal = refusal or self._refusal_without(words)
         refusal = refusal or next((CheckpointError(text) for text in words if text), None)
         if refusal is not None:
             raise refusal
         next(iter(files.values()))["process"] = self._process_state()
         return files
+
+    def _refusal_without(self, words: list[Any]) -> CheckpointError | None:
+        """Of processes that go on without a replica."""
+        stages = self._trainer.stages
+        gone = sorted({rank // stages for rank, text in enumerate(words) if text is LOST})
+        if not gone:
+            return None
+        return CheckpointError(
+            f"replica {', '.join(map(str, gone))} has died, and an exact checkpoint holds what"
+            " every replica has in flight. save(..., drain=True) keeps the average of those who are"
+            " left, and any number of replicas can go on from it."
+        )
 
     def _process_state(self) -> State:
         trainer = self._trainer
@@ -199,12 +216,21 @@ class Checkpoints:
             "generators": generator_states(trainer._device),
         }
 
-    def _drained_files(self) -> dict[str, Any]:
+    def _keepers(self) -> list[int]:
+        """The ranks that write a drained checkpoint: those of the first replica that is there."""
+        processes = self._trainer._processes
+        if processes is None:
+            return [0]
+        with self._trainer._stopping_on_error():
+            return processes.first_row()
+
+    def _drained_files(self, ranks: Sequence[int]) -> dict[str, Any]:
         trainer = self._trainer
         state = trainer.state_dict()  # by every process
-        files: dict[str, Any] = {MODEL: state} if trainer.rank == 0 else {}
+        files: dict[str, Any] = {MODEL: state} if trainer.rank == ranks[0] else {}
+        replica = ranks[0] // len(ranks)
         for worker in trainer._workers:
-            if worker.stage.replica == 0:
+            if worker.stage.replica == replica:
                 found = drained.stage_state(worker.stage, trainer.model)
                 if worker.stage.index == 0:
                     found["place"] = trainer._place()
@@ -249,7 +275,7 @@ class Checkpoints:
         found = candidates(folder)
         steps = [each.step for each in found]
         for rank, others in enumerate(self._meet("checkpoints", steps)):
-            if others != steps:
+            if others is not LOST and others != steps:
                 raise ConfigurationError(
                     f"rank {self._trainer.rank} finds the checkpoints of steps {steps} in {folder},"
                     f" rank {rank} those of {others}: give a folder that all processes share."
@@ -257,7 +283,7 @@ class Checkpoints:
         skipped: list[str] = []
         for each in found:
             problems = self._meet("problem", each.problem(self._needed(each)))
-            problem = next((text for text in problems if text is not None), None)
+            problem = next((text for text in problems if text not in (None, LOST)), None)
             if problem is None:
                 return each, skipped
             skipped.append(f"{each.path} cannot be used: {problem}.")

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,18 +26,28 @@ class Order:
     keep: int
     files: dict[str, Any]
     """What this process writes, by name."""
+    ranks: Sequence[int]
+    """Who writes a part of it; the first puts it together."""
     manifest: dict[str, Any]
 
 
 class Everyone(Protocol):
     """How the writers of several processes agree."""
 
-    def gather(self, name: str, value: Any, gone: Callable[[], bool]) -> list[Any]: ...
+    def tell(self, name: str, value: Any) -> None: ...
+
+    def hear(self, name: str, ranks: Sequence[int], given_up: Callable[[], bool]) -> list[Any]: ...
 
 
 class Alone:
-    def gather(self, _name: str, value: Any, _gone: Callable[[], bool]) -> list[Any]:
-        return [value]
+    def __init__(self) -> None:
+        self._told: dict[str, Any] = {}
+
+    def tell(self, name: str, value: Any) -> None:
+        self._told = {name: value}
+
+    def hear(self, name: str, _ranks: Sequence[int], _given_up: Callable[[], bool]) -> list[Any]:
+        return [self._told[name]]
 
 
 class Writer:
@@ -69,27 +79,32 @@ class Writer:
             raise error
 
     def _write(self, order: Order) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        first = order.ranks[0]
+        # The first waits for all parts, and the others also while it puts them together.
+        patience_s = self._timeout_s if self._rank == first else 2 * self._timeout_s
+        deadline = time.monotonic() + patience_s
 
-        def gone() -> bool:
+        def given_up() -> bool:
             """Whether it makes no sense to wait for the others any longer."""
             failing = not threading.main_thread().is_alive() and hasattr(sys, "last_value")
             return failing or self._lost() or time.monotonic() > deadline
 
+        written, outcome = f"{self._count}/written", f"{self._count}/outcome"
         try:
-            own = _try(lambda: self._write_own(order))
-            notes = self._everyone.gather(f"{self._count}/written", own, gone)
-            problem = _first_problem(notes)
-            published: dict[str, Any] = {}
-            if problem is None and self._rank == 0:
-                files = {name: entry for note in notes for name, entry in note["files"].items()}
-                published = _try(lambda: self._publish(order, files))
-            elif problem is not None:
-                self._give_up(order)
-            # Only rank 0 has something to say, and all wait for it.
-            problem = problem or _first_problem(
-                self._everyone.gather(f"{self._count}/published", published, gone)
-            )
+            if self._rank in order.ranks:
+                self._everyone.tell(written, _try(lambda: self._write_own(order)))
+            if self._rank == first:
+                notes = self._everyone.hear(written, order.ranks, given_up)
+                self._everyone.tell(outcome, self._put_together(order, notes))
+            # One process decides what became of it, so that all think alike: where one saves
+            # again and another does not, they would wait for each other.
+            (note,) = self._everyone.hear(outcome, [first], given_up)
+            if note is None:
+                problem = f"rank {first} did not say that all is written"
+            else:
+                problem = note.get("problem")
+                if problem is not None:
+                    self._make_room(order)
         except RuntimeError as error:  # the store has gone, and with it everybody else
             problem = str(error).splitlines()[0]
         if problem is not None:
@@ -100,12 +115,18 @@ class Writer:
         aside.mkdir(parents=True, exist_ok=True)
         return {"files": {name: _write_file(aside / name, v) for name, v in order.files.items()}}
 
+    def _put_together(self, order: Order, notes: list[Any]) -> dict[str, Any]:
+        problem = _first_problem(order.ranks, notes)
+        if problem is not None:
+            return {"problem": problem}
+        files = {name: entry for note in notes for name, entry in note["files"].items()}
+        return _try(lambda: self._publish(order, files))
+
     def _publish(self, order: Order, files: dict[str, Any]) -> dict[str, Any]:
         publish(order.folder, order.step, {**order.manifest, "files": files}, order.keep)
         return {}
 
-    def _give_up(self, order: Order) -> None:
-        """Makes room again."""
+    def _make_room(self, order: Order) -> None:
         aside = partial_of(order.folder, order.step)
         for name in order.files:
             (aside / name).unlink(missing_ok=True)
@@ -131,8 +152,8 @@ def _try(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"problem": str(error)}
 
 
-def _first_problem(notes: list[Any]) -> str | None:
-    for rank, note in enumerate(notes):
+def _first_problem(ranks: Sequence[int], notes: list[Any]) -> str | None:
+    for rank, note in zip(ranks, notes, strict=True):
         if note is None:
             return f"rank {rank} did not say that it has written its part"
         if "problem" in note:

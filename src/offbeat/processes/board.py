@@ -5,7 +5,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -16,10 +17,10 @@ from offbeat.processes.joining import RESTARTS, root_store
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002
-_GONE = "notes/gone"
+_LONGEST_PAUSE_S = 0.02
+_T = TypeVar("_T")
 NOTICED_S = 4 * _POLL_S
 """Within which every process has surely seen a note."""
-
 
 LOST = object()
 """In place of the value of a process that died."""
@@ -30,36 +31,71 @@ _GIVEN_UP = (
 
 
 class Notes:
-    """Facts gathered without blocking, over a connection of its own: whoever is missing is named.
+    """Facts told and heard over a connection of its own: nobody waits for one who has died.
 
     For threads beside the worker's, and for moments at which another process may well be dying.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, row: int | None, gone: str) -> None:
+        """``row``: as for :class:`Board`. ``gone``: where a process says that it will not come."""
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._row, self._gone = rank, size, row, gone
 
-    def gather(self, name: str, value: Any, gone: Callable[[], bool]) -> list[Any]:
-        """Every process's value, by rank; None for those still missing when somebody failed.
+    def tell(self, name: str, value: Any) -> None:
+        self._store.set(f"notes/{name}/{self._rank}", json.dumps(value))
 
-        ``gone`` says whether this process has noticed that somebody is.
+    def hear(
+        self, name: str, ranks: Sequence[int] | None, given_up: Callable[[], bool]
+    ) -> list[Any]:
+        """The values of some ranks, or of all; None for those who have died without telling theirs.
+
+        All who are left hear the same. Only when ``given_up`` ends the wait, because this process
+        ends or has waited too long, None is just for whoever is missing.
         """
-        keys = [f"notes/{name}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps(value))
-        while not self._store.check(keys) and not self._store.check([_GONE]) and not gone():
+        everyone = range(self._size) if ranks is None else ranks
+        keys = {rank: f"notes/{name}/{rank}" for rank in everyone}
+        missing = self._missing(keys)
+        while not all(map(self._died, missing)):
+            if self._store.check([self._gone]) or given_up():
+                return self._values(keys, self._missing(keys))
             time.sleep(_PAUSE_S)
+            missing = self._missing(keys)
+        if self._row is not None:
+            # What is left of a dying replica may still speak: the first who concludes does for all.
+            words = self._store.compare_set(f"notes/{name}/missing", "", json.dumps(missing))
+            missing = json.loads(words)
+        return self._values(keys, missing)
+
+    def _missing(self, keys: dict[int, str]) -> list[int]:
+        if self._store.check(list(keys.values())):
+            return []
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
+
+    def _values(self, keys: dict[int, str], missing: list[int]) -> list[Any]:
         return [
-            json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys
+            None if rank in missing else json.loads(self._store.get(key))
+            for rank, key in keys.items()
         ]
+
+    def _died(self, rank: int) -> bool:
+        return self._row is not None and self._store.check([f"dead/{rank // self._row}"])
 
 
 class Board:
     """Facts to compare, and urgent notes that a thread looks out for: failure, stall, stop."""
 
     def __init__(
-        self, rank: int, size: int, name: str, row: int | None = None, life: int | None = None
+        self,
+        rank: int,
+        size: int,
+        name: str,
+        timeout_s: float,
+        row: int | None = None,
+        life: int | None = None,
     ) -> None:
-        """``row``: how many processes make a replica, where one may die without the others.
+        """``timeout_s``: how long to wait for another process's value.
+
+        ``row``: how many processes make a replica, where one may die without the others.
 
         ``life``: of a replica that has come back (see :mod:`offbeat.processes.joining`).
         """
@@ -70,7 +106,9 @@ class Board:
         self._rank, self._size = rank, size
         self._row = row
         own = life if life is not None or row is None else rank // row
+        self._timeout_s = timeout_s
         self._failure = "failure" if own is None else f"failure/{own}"
+        self._gone = "gone" if own is None else f"gone/{own}"
         self._given_up = "" if own is None else f"dead/{own}"
         self._again = "" if life is None else f"/{life}"
         self._counts: dict[str, int] = {}
@@ -84,40 +122,71 @@ class Board:
         count = self._counts[name] = self._counts.get(name, -1) + 1
         self._store.set(f"{name}/{count}/{self._rank}{self._again}", json.dumps(value))
         everyone = range(self._size) if ranks is None else ranks
-        return [self._read(f"{name}/{count}/{rank}", rank) for rank in everyone]
+        return [self._read(name, f"{name}/{count}/{rank}", rank) for rank in everyone]
 
-    def _read(self, key: str, rank: int) -> Any:
+    def _read(self, name: str, key: str, rank: int) -> Any:
         own = self._row is not None and rank // self._row == self._rank // self._row
         if own:  # and not of those who were here before this replica came back
             key += self._again
-        while self._row is not None and not self._store.check([key]):
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = _PAUSE_S
+        while not self._store.check([key]):
             if own and self._store.check([self._given_up]):
                 raise WorkerLost(_GIVEN_UP)
-            if not own and self._store.check([f"dead/{rank // self._row}"]):
+            if self._row is not None and not own and self.is_dead(rank // self._row):
                 return LOST
             if self._edges is not None and self._edges.failure is not None:
                 raise self._edges.failure
-            time.sleep(0.02)
+            if (failure := self.failure()) is not None:
+                raise failure
+            if time.monotonic() > deadline:
+                raise WorkerLost(
+                    f"rank {self._rank} has waited {self._timeout_s:g} s"
+                    f" (timeout={self._timeout_s:g}) for {name!r} from rank {rank}: that process"
+                    " has died, or it does something else. Its own output says what; if all it"
+                    " needs is time, give the trainer a longer timeout."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return json.loads(self._store.get(key))
 
     def declare_dead(self, life: int) -> None:
         """For all to see, the replica itself included, should it be alive somewhere."""
-        self._store.set(f"dead/{life}", str(self._rank))
+        with suppress(RuntimeError):  # without the store this process ends too, and says why
+            self._store.set(f"dead/{life}", str(self._rank))
 
     def is_dead(self, life: int) -> bool:
         return bool(self._store.check([f"dead/{life}"]))
 
-    def say_gone(self) -> None:
-        """Ends every gathering of notes: this process will not come to another."""
-        self._store.set(_GONE, "yes")
+    def say_gone(self, why: str) -> None:
+        """Ends every wait of those who cannot go on without this process, which ends now.
+
+        Not all of them have a connection to it that would break: without this they would notice
+        only at the next average, and might wait for each other until then.
+        """
+        note = json.dumps([self._rank, why])
+        _answer(lambda: self._store.compare_set(self._gone, "", note))
 
     def notes(self) -> Notes:
-        return Notes(self._store, self._rank, self._size)
+        return Notes(self._store, self._rank, self._size, self._row, self._gone)
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.
         note = json.dumps([self._rank, text])
-        self._store.compare_set(self._failure, "", note)
+        _answer(lambda: self._store.compare_set(self._failure, "", note))
+
+    def failure(self, store: Store | None = None) -> WorkerLost | None:
+        """Why this process cannot go on, if another has said so: its error, or just its end."""
+        store = store or self._store
+        ended = store.check([self._gone])  # asked first: whoever ends has reported its error before
+        if store.check([self._failure]):
+            key, words = self._failure, "failed first"
+        elif ended:
+            key, words = self._gone, "has ended"
+        else:
+            return None
+        rank, text = json.loads(store.get(key))
+        return None if rank == self._rank else WorkerLost(f"rank {rank} {words}:\n{text}")
 
     def ask_to_stop(self, step: int) -> None:
         """Only the first request counts; the others read it within moments."""
@@ -142,10 +211,8 @@ class Board:
                 if self._given_up and store.check([self._given_up]):
                     self._edges.fail(WorkerLost(_GIVEN_UP))
                     return
-                if store.check([self._failure]):
-                    rank, text = json.loads(store.get(self._failure))
-                    if rank != self._rank:
-                        self._edges.fail(WorkerLost(f"rank {rank} failed first:\n{text}"))
+                if (failure := self.failure(store)) is not None:
+                    self._edges.fail(failure)
                     return
                 self.look_for_stop(store)
                 if store.check(["stalled"]):
@@ -169,8 +236,13 @@ class Board:
 
     def everyone_waits_for(self) -> str:
         """Asks all processes what they wait for."""
-        self._store.set("stalled", "yes")
-        return self._tell_waits(self._store)
+
+        def ask() -> str:
+            self._store.set("stalled", "yes")
+            return self._tell_waits(self._store)
+
+        silent = "the launcher's store does not answer: the process that holds it is frozen or gone"
+        return _answer(ask) or silent
 
     def _tell_waits(self, store: Store) -> str:
         assert self._edges is not None
@@ -184,3 +256,20 @@ class Board:
             for rank, key in enumerate(keys)
         ]
         return "\n  ".join(lines)
+
+
+def _answer(ask: Callable[[], _T]) -> _T | None:
+    """What the launcher's store says; None if it has gone, or says nothing for some seconds.
+
+    For a process that ends: a request to a store whose process is frozen would never return.
+    """
+    answers: list[_T] = []
+
+    def try_to_ask() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=try_to_ask, daemon=True, name="offbeat-last-words")
+    thread.start()
+    thread.join(2 * NOTICED_S)
+    return answers[0] if answers else None

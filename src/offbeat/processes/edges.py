@@ -307,8 +307,11 @@ class Edges:
         towards = self._stage + (1 if key.to > self._stage else -1)
         self._out[towards].parcels.put(pack(key, message, self._arenas.get(towards)))
 
-    def close(self, wait_s: float = 0.0) -> None:
-        """Says goodbye to the neighbours once everything is sent; waits for theirs if asked to."""
+    def close(self, wait_s: float = 0.0) -> bool:
+        """Says goodbye to the neighbours once everything is sent; waits for theirs if asked to.
+
+        Returns whether all threads have ended.
+        """
         if not self._closing:
             self._closing = True
             for outgoing in self._out.values():
@@ -317,8 +320,10 @@ class Edges:
                 self.survivors.close()
         deadline = time.monotonic() + wait_s
         pairs = [] if self.survivors is None else self.survivors.threads
-        for thread in (*self._out.values(), *self._in.values(), *pairs):
+        threads = [*self._out.values(), *self._in.values(), *pairs]
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
 
 def _sender(key: Key) -> str:

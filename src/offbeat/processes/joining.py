@@ -8,7 +8,8 @@
 
 No promise is made before everything that may fail has worked, and promises need nobody's help but
 the threads' here; so nobody is held up for longer than it takes to read a few notes. The launcher
-writes "void" in place of the note when the returning processes have died before it.
+writes "void" in place of the note when the returning processes have died before it, and so does a
+process that is done with the run: nobody may wait for its promise.
 
 A *life* is a replica's number, plus the number of replicas for each return that the run has seen
 until then: a replica that comes back is not mistaken for the one that died.
@@ -20,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,7 +35,7 @@ RETURN, STAGES, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_STAGES", "OFFBEAT_RESTARTS
 VOID = "void"
 _PAUSE_S = 0.05
 _CONNECTING_S = 15.0
-"""Both sides are at it, so this is long; a side that dies meanwhile delays only the next return."""
+"""Both sides are at it, so this is long."""
 
 
 def returns_of(root: Store) -> Store:
@@ -100,30 +102,41 @@ class Door(threading.Thread):
         failure: Callable[[], OffbeatError | None],
         lives: dict[int, int],
         after: int,
+        timeout_s: float,
     ) -> None:
         """``lost``: whether this process has lost a life; ``dead``: whether anybody has.
 
-        ``lives``: the present ones by replica. ``after``: the last return so far.
+        ``lives``: the present ones by replica. ``after``: the last return so far. ``timeout_s``:
+        how long a promise may hold up a step.
         """
         super().__init__(daemon=True, name="offbeat-door")
         self._store: Store = returns_of(store.clone())  # type: ignore[attr-defined]
         self._rank, self._stages, self._replicas = rank, stages, replicas
         self._lost, self._dead, self._closed, self._failure = lost, dead, closed, failure
-        self._lives, self._after = lives, after
+        self._lives, self._after, self._timeout_s = lives, after, timeout_s
         self._changed = threading.Condition()
         self._step = 0
         self._promised: int | None = None
         self._admission: tuple[Admission, Link] | None = None
+        self._connecting: list[threading.Thread] = []
 
     # ---------------------------------------------------------------- asked by the trainer
 
     def admission(self, step: int) -> tuple[Admission, Link] | None:
         """Called before every step: whom to let in now. Waits only if a promise demands it."""
+        deadline = time.monotonic() + self._timeout_s
         with self._changed:
             self._step = step
             while self._promised is not None and step >= self._promised:
                 if (failure := self._failure()) is not None:
                     raise failure
+                if time.monotonic() > deadline:
+                    raise WorkerLost(
+                        f"rank {self._rank} has promised not to begin step {step} before all agree"
+                        " on when a replica comes back, and they have not agreed within"
+                        f" {self._timeout_s:g} s (timeout={self._timeout_s:g}): another process is"
+                        " stuck. Its own output says why."
+                    )
                 self._changed.wait(_PAUSE_S)
             found = self._admission
             if found is None or step < found[0].step:
@@ -139,13 +152,19 @@ class Door(threading.Thread):
     def run(self) -> None:
         try:
             for number in itertools.count(self._after + 1):
-                found = self._welcome(number)
+                try:
+                    found = self._welcome(number)
+                except _Closed:
+                    if self._failure() is None:  # otherwise the others go on without this one
+                        self._store.compare_set(f"{number}/note", "", json.dumps(VOID))
+                    raise
                 with self._changed:
                     self._promised, self._admission = None, found
                     self._changed.notify_all()
                 self._wait(lambda: self._admission is None)
         except (_Closed, RuntimeError):  # the run is over, or the launcher's store has gone
-            return
+            for thread in self._connecting:  # inside gloo, which must not outlive the interpreter
+                thread.join()
 
     def _welcome(self, number: int) -> tuple[Admission, Link] | None:
         """Everything up to the note; None if the return came to nothing."""
@@ -164,9 +183,8 @@ class Door(threading.Thread):
         ):
             return None
         self._store.set(f"{number}/meets/{self._rank}", "yes")
-        try:
-            link = _connect(self._store, number, stage, own, returning=False)
-        except RuntimeError:  # it died meanwhile; without us there is no note but "void"
+        link = self._connected(number, stage, own)
+        if link is None:  # it died meanwhile; without us there is no note but "void"
             self._wait(lambda: self._there(note))
             return None
         self._store.set(f"{number}/stands/{self._rank}", "yes")
@@ -184,6 +202,23 @@ class Door(threading.Thread):
         if words == VOID:
             return None
         return Admission(replica + self._replicas * number, *words), link
+
+    def _connected(self, number: int, stage: int, own: int) -> Link | None:
+        """The connections with a returning replica; None once it has died.
+
+        Made by a thread, because gloo would wait long for one that died, and so would the next.
+        """
+        links: list[Link] = []
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                links.append(_connect(self._store, number, stage, own, returning=False))
+
+        thread = threading.Thread(target=connect, daemon=True, name="offbeat-connecting")
+        self._connecting.append(thread)
+        thread.start()
+        self._wait(lambda: not thread.is_alive() or self._there(f"{number}/note"))
+        return links[0] if links else None
 
     def _all(self, name: str, returning: int) -> list[int] | None:
         """The ranks of all who live, if each has left such a note."""
@@ -246,6 +281,9 @@ def knock(
         time.sleep(_PAUSE_S)
     words = json.loads(store.get(note))
     if words == VOID:
-        raise WorkerLost("another process of this replica ended before it could join.")
+        raise WorkerLost(
+            "this replica came back and cannot join: another of its processes has died, or the"
+            " others are done with the run."
+        )
     admission = Admission(replica + replicas * number, *words)
     return admission, {life: links[life % replicas] for life in admission.members}

@@ -74,8 +74,9 @@ class Returns:
             self._waiting = None
             return
         others = [child for rank, child in enumerate(self._children) if rank not in row]
-        if all(child.poll() is not None for child in others):
-            for rank in row:  # nobody is left whom they could join
+        alone = all(child.poll() is not None for child in others)  # whom could they join?
+        if alone or any(self._children[rank].poll() is not None for rank in row):
+            for rank in row:  # a replica goes as a whole
                 self._children[rank].kill()
         if all(self._children[rank].poll() is not None for rank in row):
             # Unless the others have already agreed to let it in; then they will miss it.

@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, fields
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import ceil
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -75,6 +75,7 @@ class Processes:
             _join(timedelta(seconds=timeout_s))
         _leave_at_exit()
         self._device = device
+        self.timeout_s = timeout_s
         again = return_number()
         self.rank = int(os.environ["RANK"]) if again else dist.get_rank()
         self.size = int(os.environ["WORLD_SIZE"]) if again else dist.get_world_size()
@@ -92,15 +93,17 @@ class Processes:
         there = range(1 if self.returning else replicas)
         rows = [list(range(r * stages, (r + 1) * stages)) for r in there]
         own = 0 if self.returning else self.replica
-        self._everyone = _new_group(range(dist.get_world_size()))
-        row_groups = [_new_group(row) for row in rows] if len(rows) > 1 else [self._everyone]
+        new_group = partial(_new_group, timeout_s=timeout_s)
+        patient_group = partial(_patient_group, timeout_s=timeout_s)
+        self._everyone = new_group(range(dist.get_world_size()))
+        row_groups = [new_group(row) for row in rows] if len(rows) > 1 else [self._everyone]
         self._row_group = row_groups[own]
         columns = [
-            _new_group(column) if len(rows) > 1 else None for column in zip(*rows, strict=True)
+            patient_group(column) if len(rows) > 1 else None for column in zip(*rows, strict=True)
         ]
         self._peers = columns[self.stage]
         edges = {
-            (r, here, there): _new_group(sorted((row[here], row[there])))
+            (r, here, there): patient_group(sorted((row[here], row[there])))
             for r, row in enumerate(rows)
             for k in range(stages - 1)
             for here, there in ((k, k + 1), (k + 1, k))
@@ -111,7 +114,8 @@ class Processes:
         self._company_group = self._row_group if outlive else self._everyone
         name = self._everyone.group_name
         life = self.replica + replicas * again if again else None
-        self._board = Board(self.rank, self.size, name, stages if outlive else None, life)
+        row = stages if outlive else None
+        self._board = Board(self.rank, self.size, name, timeout_s, row, life)
         # Before groups that only some would make.
         self.agree(
             {
@@ -122,7 +126,7 @@ class Processes:
             }
         )
         pairs = {
-            (k, here, there): _new_group(sorted((here * stages + k, there * stages + k)))
+            (k, here, there): patient_group(sorted((here * stages + k, there * stages + k)))
             for k in range(stages if outlive and not self.returning else 0)
             for here, there in itertools.permutations(range(replicas), 2)
         }
@@ -143,7 +147,6 @@ class Processes:
         self._board.watch(self.transport)
         self._notes = self._board.notes()
         self._meetings = 0
-        self.timeout_s = timeout_s
         _OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
@@ -176,6 +179,7 @@ class Processes:
                 failure=lambda: transport.failure,
                 lives={one % self.replicas: one for one in there},
                 after=return_number(),
+                timeout_s=self.timeout_s,
             )
             survivors.helpers.append(self._door)
             self._door.start()
@@ -190,7 +194,10 @@ class Processes:
                 " torch.distributed that it belonged to cannot take it in."
             )
         ranks = torch.arange(self.size).view(self.replicas, self.stages)
-        peers = self._peers or [_new_group([rank]) for rank in range(self.size)][self.rank]
+        peers = (
+            self._peers
+            or [_new_group([rank], self.timeout_s) for rank in range(self.size)][self.rank]
+        )
         groups = [peers, self._row_group]
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replica", "stage"))
 
@@ -381,19 +388,34 @@ class Processes:
         """Every process's value, by rank, as in :meth:`exchange`; a failure ends the wait."""
         deadline = time.monotonic() + self.timeout_s
         self._meetings += 1
-        found = self._notes.gather(
-            f"{name}/{self._meetings}",
-            [value],
-            lambda: self.transport.failed or time.monotonic() > deadline,
+        name = f"{name}/{self._meetings}"
+        self._notes.tell(name, [value])
+        found = self._notes.hear(
+            name, None, lambda: self.transport.failed or time.monotonic() > deadline
         )
-        missing = [rank for rank, note in enumerate(found) if note is None]
-        if missing:
-            raise WorkerLost(
-                f"rank {missing[0]} did not come to a checkpoint: that process has died, or it"
-                f" takes longer than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own"
-                " output says why."
-            )
-        return [value for (value,) in found]
+        for rank, note in enumerate(found):
+            if note is None and not self._goes_on_without(rank):
+                raise self.transport.failure or self._board.failure() or self._missed(rank)
+        return [LOST if note is None else note[0] for note in found]
+
+    def _missed(self, rank: int) -> WorkerLost:
+        return WorkerLost(
+            f"rank {rank} did not come to a checkpoint: that process has died, or it takes longer"
+            f" than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own output says why."
+        )
+
+    def _goes_on_without(self, rank: int) -> bool:
+        """Whether a process has died and this one does not have to."""
+        own = rank in self._company
+        return not own and self._board.is_dead(rank // self.stages)
+
+    def first_row(self) -> list[int]:
+        """The ranks of the first replica that is there; all who are left say the same."""
+        rows = [range(r * self.stages, (r + 1) * self.stages) for r in range(self.replicas)]
+        if self.size == len(self._company):
+            return list(rows[0])
+        came = self.meet("left", None)  # this process's own row always comes, or the meeting fails
+        return next(list(row) for row in rows if all(came[rank] is not LOST for rank in row))
 
     def notes(self) -> Notes:
         """For a thread that has to agree with its like in the other processes."""
@@ -456,7 +478,7 @@ class Processes:
         """Tells the others why this process ends, unless one of them told us."""
         if not isinstance(error, WorkerLost):
             self._board.report("".join(traceback.format_exception(error)))
-        self._board.say_gone()
+        self._board.say_gone(str(error))
         self.transport.fail(WorkerLost("this process failed earlier."))
 
 
@@ -518,9 +540,18 @@ def _join(timeout: timedelta) -> None:
     dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    # gloo applies the time-out of a group's making to every later receive, so it cannot be short.
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=FOREVER, backend="gloo")
+def _new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """A group in which no wait is longer than this, that for its other processes included."""
+    timeout = timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    return group
+
+
+def _patient_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """A group that is connected within this time; later the waits in it may be of any length."""
+    group = _new_group(ranks, timeout_s)
+    if dist.get_rank() in ranks:
+        dist.distributed_c10d._set_pg_timeout(FOREVER, group)
     return group
 
 
@@ -536,14 +567,20 @@ def _leave() -> None:
         for board, _ in _OPEN:
             board.report("".join(traceback.format_exception(error)))
     if error is not None or any(edges.failed for _, edges in _OPEN):
-        # Threads may still wait inside gloo for processes that are ending too. Letting the
-        # interpreter shut down around them aborts with a core dump instead of an exit code.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        _end_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
     for board, edges in _OPEN:
         _say_goodbye(board, edges)
     for board, edges in _OPEN:
         board.join()
-        edges.close(wait_s=600.0)
+        if not edges.close(wait_s=600.0):
+            _end_at_once(0)  # others take longer than that, and need nothing from this one
     dist.destroy_process_group()
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Threads may still wait inside gloo for processes that are ending too. Letting the interpreter
+    shut down around them aborts with a core dump instead of an exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

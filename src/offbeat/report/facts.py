@@ -49,6 +49,15 @@ class Memory:
     fields: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Guarded:
+    """What the guard of one stage of one replica saw."""
+
+    replica: int
+    stage: int
+    fields: Mapping[str, float]
+
+
 class Facts:
     """A run as the report reads it; None or empty wherever the run does not say."""
 
@@ -197,6 +206,16 @@ class Facts:
             return self.run.readings()
         except ConfigurationError:
             return None
+
+    @cached_property
+    def guarded(self) -> tuple[Guarded, ...]:
+        """Per replica and stage; empty where the run had no guards."""
+        found = []
+        for key, value in mapping(self.summary.get("guards")).items():
+            replica, _, stage = key.partition("/")
+            fields = {k: n for k, v in mapping(value).items() if (n := number(v)) is not None}
+            found.append(Guarded(whole(replica) or 0, whole(stage) or 0, fields))
+        return tuple(sorted(found, key=lambda g: (g.replica, g.stage)))
 
     @cached_property
     def lag_counts(self) -> dict[int, dict[int, int]]:

@@ -11,6 +11,7 @@ from offbeat.report.bars import lags, memory, waiting
 from offbeat.report.configuration import configuration_table
 from offbeat.report.curves import columns_of, curves
 from offbeat.report.facts import facts_of
+from offbeat.report.gradients import gradients
 from offbeat.report.markup import Markup, data_block, join, tag
 from offbeat.report.reading import reading
 from offbeat.report.staleness import staleness
@@ -37,6 +38,7 @@ def page(runs: Sequence[Run]) -> str:
         "Timeline": timelines(facts, drawings),
         "Lag": lags(facts),
         "Staleness": staleness(facts) if any(run.readings for run in facts) else None,
+        "Gradients": gradients(facts) if any(run.guarded for run in facts) else None,
         "Memory": memory(facts),
         "Waiting": waiting(facts),
         "Configuration": configuration_table(facts),

@@ -39,7 +39,7 @@ def _of_run(run: Facts) -> Markup:
         "cosine of stale and fresh gradients",
         "staleness, largest",
     )
-    return table("How stale, per stage", head, rows)
+    return table("How stale, per stage", head, rows, class_="numbers")
 
 
 def _middle(values: list[float] | None) -> str:
