@@ -1,0 +1,156 @@
+"""The results as Markdown: per set, accuracy and its gap to BP, paired by seed.
+
+python -m benchmarks.accuracy.summary benchmarks/accuracy/*.jsonl --out table.md
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.accuracy.configurations import BASELINE, RECIPES, SETS, Cut, Recipe, Set
+from benchmarks.accuracy.training import Job, job_of
+from benchmarks.averaging.summary import half_width, read
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One way at one cut, over seeds; accuracies in percent, gaps in points below BP."""
+
+    way: str
+    cut: Cut
+    lags: tuple[int, ...]
+    stale_share: float
+    lr: float
+    accuracies: Sequence[float]
+    gaps: Sequence[float]
+    """What BP of the same seed has more; one per seed that both have."""
+    updates: int
+
+    @property
+    def gap(self) -> float:
+        return fmean(self.gaps) if self.gaps else float("nan")
+
+    @property
+    def half(self) -> float | None:
+        """Of the 95 % interval of the gap; None where there is none."""
+        return half_width(list(self.gaps))
+
+
+def rows_in(paths: Iterable[Path]) -> list[Row]:
+    """Runs that ended."""
+    return [row for path in paths for row in read(path) if "error" not in row]
+
+
+def settings_in(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows that can be compared (same network, epochs, batch, rate), those with the most first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(job_of(row).setting, []).append(row)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
+    """Of rows that can be compared: what a set asks for, in its order, BP first."""
+    jobs = [job_of(row) for row in rows]
+    base = dict(_by_seed(rows, jobs, BASELINE, Cut(stages=1)))
+    made = []
+    for cut in [Cut(stages=1), *of.cuts]:
+        for way in [BASELINE] if cut.stages == 1 else of.ways:
+            mine = dict(_by_seed(rows, jobs, way, cut))
+            if not mine:
+                continue
+            row = next(r for r, j in zip(rows, jobs, strict=True) if _is(j, way, cut))
+            shared = [seed for seed in sorted(mine) if seed in base]
+            made.append(
+                Found(
+                    way=way,
+                    cut=cut,
+                    lags=tuple(row["lags"]),
+                    stale_share=row["stale_share"],
+                    lr=row["lr"],
+                    accuracies=[mine[seed] for seed in sorted(mine)],
+                    gaps=[base[seed] - mine[seed] for seed in shared],
+                    updates=row["epochs"] * (row["rows"] // row["batch"]),
+                )
+            )
+    return made
+
+
+def _by_seed(
+    rows: Sequence[Row], jobs: Sequence[Job], way: str, cut: Cut
+) -> Iterator[tuple[int, float]]:
+    for row, job in zip(rows, jobs, strict=True):
+        if _is(job, way, cut):
+            for seed, accuracy in zip(job.seeds, row["accuracies"], strict=True):
+                yield seed, 100 * accuracy
+
+
+def _is(job: Job, way: str, cut: Cut) -> bool:
+    return job.way == way and Cut(stages=job.stages, cuts=job.cuts, ppv=job.ppv) == cut
+
+
+def of_set(rows: Sequence[Row], name: str) -> list[list[Found]]:
+    """What a set asks for, per group of rows that can be compared."""
+    of = SETS[name]
+    recipe = RECIPES.get(of.network, Recipe())
+    rates = {rate * recipe.lr for rate in of.rates}
+    fitting = [row for row in rows if row["network"] == of.network and row["lr"] in rates]
+    made = [found_in(comparable, of) for comparable in settings_in(fitting)]
+    return [found for found in made if any(summary.way != BASELINE for summary in found)]
+
+
+# ------------------------------------------------------------------------- Markdown
+
+
+def text_of(rows: Sequence[Row]) -> str:
+    parts = []
+    for name, of in SETS.items():
+        for found in of_set(rows, name):
+            head = f"### {name}: {of.question}\n\n{of.network}, learning rate {found[0].lr:g}"
+            parts.append(f"{head}.\n\n{table(found)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def table(found: Sequence[Found]) -> str:
+    lines = [
+        "| way | where | lag | accuracy % | points below BP | 95 % | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for summary in found:
+        base = summary.way == BASELINE
+        spread = f" ± {stdev(summary.accuracies):.2f}" if len(summary.accuracies) > 1 else ""
+        half = summary.half
+        cells = [
+            summary.way,
+            "" if base else str(summary.cut),
+            str(max(summary.lags)),
+            f"{fmean(summary.accuracies):.2f}{spread}",
+            "" if base else f"{summary.gap:+.2f}",
+            ""
+            if base or half is None
+            else f"{summary.gap - half:+.2f} to {summary.gap + half:+.2f}",
+            str(len(summary.accuracies)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The accuracies as Markdown.")
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, help="by default printed")
+    arguments = parser.parse_args()
+    text = text_of(rows_in(arguments.results))
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
