@@ -11,6 +11,7 @@ from benchmarks.accuracy.configurations import BASELINE, SETS
 from benchmarks.accuracy.summary import Found, of_set, rows_in
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter
 
 # Okabe and Ito's palette, by what a way does about its staleness.
 LOOKS = {
@@ -24,6 +25,7 @@ LOOKS = {
 INK = "#444444"
 LINEAR = 0.5
 """Points around zero that are drawn in proportion where larger gaps are drawn as logarithms."""
+TICKS = (-5, -2, -1, -0.5, -0.2, 0, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 PER_LINE = 0.24
 
 
@@ -74,6 +76,9 @@ def draw_set(axes: Axes, found: Sequence[Found], title: str) -> None:
     names = [f"{s.way}, {s.cut}" if several else s.way for s in found]
     axes.set_yticks([-line for line in range(len(found))], names, fontsize=8)
     axes.set_xscale("symlog", linthresh=LINEAR)
+    axes.xaxis.set_major_locator(FixedLocator(TICKS))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda points, _: f"{points:g}"))
+    axes.set_ylim(-len(found) + 0.3, 0.7)
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.grid(axis="x", color="#dddddd", linewidth=0.5)
     axes.set_axisbelow(True)

@@ -2,17 +2,20 @@
 
 Plain backpropagation as one CUDA graph, the fastest synchronous way without compiling, against four
 stages side by side. Same data in the same order, same optimizer and schedule, same epochs. Seconds
-are of training alone, without recording, warm-up and evaluation.
+are those of training with all it needs, recording included, without evaluation. Every kind of run
+has trained a little before, so that nobody pays for what the GPU's libraries do on first use.
 
     python -m benchmarks.averaging.pack cifar-10-batches-py.tar.xz parts
     python -m benchmarks.one_gpu.train --data parts --out benchmarks/one_gpu/training.jsonl
 """
 
 import argparse
+import gc
 import json
 import math
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +30,19 @@ from offbeat.methods import Method, Phases, PipeDream, StaleWeights, Synchronous
 from offbeat.zoo import resnet
 
 ROWS, STAGES = 128, 4
+WARM_UP = 60
 LR, MOMENTUM, DECAY = 0.1, 0.9, 5e-4
 
 
 def methods(steps: int) -> dict[str, Method]:
     return {
-        "lag K-1-k": PipeDream(backward="current"),
-        "lag K-1-k, 2 micro-batches": PipeDream(backward="current", accumulate=2),
-        "lag K-1-k, last tenth synchronous": Phases(
-            (PipeDream(backward="current"), steps - steps // 10), (Synchronous(), None)
+        "lag 3": PipeDream(),
+        "lag 2, two micro-batches": PipeDream(accumulate=2),
+        "lag 1, four micro-batches": PipeDream(accumulate=4),
+        "lag 3, last tenth synchronous": Phases(
+            (PipeDream(), steps - steps // 10), (Synchronous(), None)
         ),
-        "lag 2(K-1-k)": StaleWeights(),
+        "lag 6": StaleWeights(),
     }
 
 
@@ -140,6 +145,22 @@ class SideBySide:
         return found
 
 
+def built(name: str, arguments: argparse.Namespace, data: Cifar, seed: int) -> Any:
+    steps = arguments.epochs * (len(data) // ROWS)
+    if name != "backpropagation":
+        return SideBySide(arguments.depth, seed, steps, methods(steps)[name])
+    x, y = next(data.batches(ROWS, seed=seed, epoch=0))
+    first = x.to(memory_format=torch.channels_last), y
+    return Backpropagation(arguments.depth, seed, steps, first)
+
+
+def warm_up(run: Any, data: Cifar) -> None:
+    for x, y in islice(data.batches(ROWS, seed=0, epoch=0), WARM_UP):
+        run.step(x.to(memory_format=torch.channels_last), y)
+    run.accuracy(data.test)
+    torch.cuda.synchronize()
+
+
 def train(run: Any, data: Cifar, seed: int, epochs: int) -> list[dict[str, float]]:
     """Seconds and accuracy after every epoch."""
     rows = []
@@ -169,15 +190,14 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     data = Cifar(arguments.data, torch.device("cuda"), rows=50_000)
     data.test = [(x.to(memory_format=torch.channels_last), y) for x, y in data.test]
-    steps = arguments.epochs * (len(data) // ROWS)
+    names = arguments.only or ["backpropagation", *methods(1000)]
+    for name in names:
+        warm_up(built(name, arguments, data, seed=0), data)
     for seed in arguments.seeds:
-        for name in arguments.only or ["backpropagation", *methods(steps)]:
-            if name == "backpropagation":
-                first = next(data.batches(ROWS, seed=seed, epoch=0))
-                first = (first[0].to(memory_format=torch.channels_last), first[1])
-                run: Any = Backpropagation(arguments.depth, seed, steps, first)
-            else:
-                run = SideBySide(arguments.depth, seed, steps, methods(steps)[name])
+        for name in names:
+            gc.collect()  # recordings hold their memory until they are gone
+            torch.cuda.empty_cache()
+            run = built(name, arguments, data, seed)
             row = {
                 "run": name,
                 "network": f"resnet-{arguments.depth}",
