@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
+from checkpoint_jobs import METHODS as RESUMED_METHODS
+from checkpoint_jobs import fresh, go_on, job_of, reading
 from helpers import (
     OPTIMIZERS,
     assert_same_bits,
@@ -30,7 +33,7 @@ from helpers import (
 from offbeat import checks, nest, streams
 from offbeat import trainer as trainer_module
 from offbeat.averaging import AllReduce
-from offbeat.corrections import CORRECTIONS, Predict
+from offbeat.corrections import CORRECTIONS, GapAware, Predict, SpikeCompensation
 from offbeat.errors import ConfigurationError, GuardError, StageError
 from offbeat.experiment import Experiment
 from offbeat.graphs import GraphStage, _counts_on_device
@@ -421,3 +424,78 @@ def test_optimizers_of_the_command_line_can_be_recorded() -> None:
         for optimizer in made if isinstance(made, list) else [made]:
             assert _counts_on_device(optimizer)
             assert torch.is_tensor(optimizer.param_groups[0]["lr"])
+
+
+# ------------------------------------------------------------------ checkpoints
+
+SAVED_AT, ENDS_AT = 13, 22
+"""By then stages replay; after it a fresh trainer has time to record again."""
+
+
+def interrupted(
+    folder: Path, build: Callable[[Any], offbeat.Trainer], model: str, engines: tuple[Any, Any]
+) -> tuple[offbeat.Trainer, offbeat.Trainer]:
+    """A run that was resumed, and the one that was saved and went on, both at their end."""
+    _, batches = job_of(model, steps=ENDS_AT)
+    whole = build(engines[0])
+    for x, y in batches[:SAVED_AT]:
+        whole.step(x, y)
+    whole.save(folder)
+    theirs = go_on(whole, batches[SAVED_AT:])
+    whole.finish_saving()
+    again = build(engines[1])
+    assert again.resume(folder).step == SAVED_AT
+    assert go_on(again, batches[SAVED_AT:]) == theirs
+    return again, whole
+
+
+unrecorded_updates = pytest.mark.filterwarnings("ignore:updates run unrecorded")
+
+
+@unrecorded_updates
+@pytest.mark.parametrize("method", RESUMED_METHODS, ids=str)
+@pytest.mark.parametrize("model", ["cnn", "dropout"])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, method: Any, model: str) -> None:
+    def build(engine: Any) -> offbeat.Trainer:
+        return fresh(model, method, stages=3, engine=engine)
+
+    again, whole = interrupted(tmp_path, build, model, ("streams", "streams"))
+    assert_same_bits(again.state_dict(), whole.state_dict())
+    assert reading(again) == reading(whole)
+
+
+@pytest.mark.parametrize("engines", [("serial", "streams"), ("streams", "serial")], ids=str)
+@pytest.mark.parametrize(
+    "method", [PipeDream(), StaleWeights(), DSP(), ADL(accumulate=3)], ids=lambda m: m.name
+)
+def test_exact_checkpoints_pass_between_engines(
+    tmp_path: Path, method: Any, engines: tuple[Any, Any]
+) -> None:
+    def build(engine: Any) -> offbeat.Trainer:
+        return trainer_for(cnn(), method, cuts=[3, 6], engine=engine)
+
+    again, whole = interrupted(tmp_path, build, "cnn", engines)
+    assert_same_bits(again.state_dict(), whole.state_dict())
+    ours = again if engines[1] == "streams" else whole
+    assert all(stage._stepping is not None for stage in stages_of(ours))
+
+
+@unrecorded_updates
+@pytest.mark.parametrize("correction", [Predict(), GapAware(), SpikeCompensation()], ids=str)
+def test_corrections_are_resumed(tmp_path: Path, correction: Any) -> None:
+    def build(engine: Any) -> offbeat.Trainer:
+        return fresh("cnn", ADL(accumulate=3), stages=3, engine=engine, corrections=[correction])
+
+    again, whole = interrupted(tmp_path, build, "cnn", ("streams", "streams"))
+    assert_same_bits(again.state_dict(), whole.state_dict())
+
+
+def test_memory_that_replays_have_written_is_no_change_in_place(tmp_path: Path) -> None:
+    trainer = trainer_for(cnn(), StaleWeights(), cuts=[3, 6], engine="streams")
+    for x, y in image_batches(SAVED_AT, rows=8):
+        trainer.step(x, y)
+    for stage in stages_of(trainer):
+        for slot in stage._taken.values():
+            for tensor in nest.tensors(slot.given):
+                tensor.add_(0)  # a pretended replay makes tensors anew, a real one writes to them
+    trainer.save(tmp_path, wait=True)

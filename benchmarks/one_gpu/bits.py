@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -42,6 +43,8 @@ class Case:
     model: str = "resnet"
     channels_last: bool = False
     short: bool = False
+    resumed_at: int | None = None
+    """Saved there with streams, and taken up by another trainer."""
     updates: int = 200
 
 
@@ -134,6 +137,18 @@ CASES = [
         )
         for correction in ALONE
     ),
+    *(
+        Case(name=f"{method.name}, saved and resumed", method=method, resumed_at=50, updates=100)
+        for method in (StaleWeights(), PipeDream(), ADL(accumulate=4), DSP())
+    ),
+    Case(
+        name="bf16, prediction, saved and resumed",
+        method=PipeDream(),
+        settings={"corrections": ["predict"], **BF16},
+        channels_last=True,
+        resumed_at=50,
+        updates=100,
+    ),
     Case(
         name="with rewind", method=StaleWeights(), settings={"corrections": ["rewind"]}, updates=60
     ),
@@ -195,8 +210,8 @@ def loss_of(case: Case) -> Any:
     return F.cross_entropy
 
 
-def train(case: Case, engine: Any) -> dict[str, Any]:
-    trainer = offbeat.Trainer(
+def trainer_of(case: Case, engine: Any) -> offbeat.Trainer:
+    return offbeat.Trainer(
         model_of(case),
         loss=loss_of(case),
         optimizer=case.optimizer or sgd,
@@ -206,11 +221,26 @@ def train(case: Case, engine: Any) -> dict[str, Any]:
         engine=engine,
         **case.settings,
     )
+
+
+def taken_up(trainer: offbeat.Trainer, case: Case) -> offbeat.Trainer:
+    """Another trainer that goes on where this one is."""
+    with TemporaryDirectory() as folder:
+        trainer.save(folder, wait=True)
+        another = trainer_of(case, "streams")
+        another.resume(folder)
+    return another
+
+
+def train(case: Case, engine: Any) -> dict[str, Any]:
+    trainer = trainer_of(case, engine)
     batches = batches_of(case)
     losses: list[Tensor | None] = []
     scores = []
     start = time.perf_counter()
     for number, (x, y) in enumerate(batches):
+        if number == case.resumed_at and engine == "streams":
+            trainer = taken_up(trainer, case)
         losses.append(trainer.step(x, y))
         if number % 50 == 49:
             scores.append(trainer.evaluate(batches[:2]).loss)

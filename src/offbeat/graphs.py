@@ -28,7 +28,7 @@ in :class:`Stage`, in the same lane.
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.stage import Flight, Stage
-from offbeat.versions import Graph, weights_set_to
+from offbeat.versions import Graph, Saved, SavedActivation, weights_set_to
 
 _WARM_UP = 2
 """Times a kind of batch runs unrecorded first: libraries choose and allocate on first use."""
@@ -86,6 +86,11 @@ class _Slot:
         self.copies: dict[nn.Parameter, Tensor] = {}
         """The weights its forward read, under ``stash``."""
         self.bytes = sum(tensor.nbytes for tensor in nest.tensors(self.given))
+        self.flight: Flight
+        self.held: list[Saved | None] = []
+        """What its graph saved; recording the backward would let go of it."""
+        self.version = 0
+        self.lent = False
 
 
 class GraphStage(Stage):
@@ -196,6 +201,7 @@ class GraphStage(Stage):
         if slot.landed is not None:
             self.lane.wait(slot.landed)
         weights = self.corrector.forward_weights(batch, self.version, self.version, None)
+        slot.version, slot.lent = self.version, weights is not None
         if self.corrector.predicts:
             used = self._trainable if weights is None else weights
             _copy_all(slot.copies.values(), used)
@@ -331,7 +337,7 @@ class GraphStage(Stage):
         takeoff = Flight(
             version=self.version, given=None, target=slot.target, scale=scale, stashed=stashed
         )
-        flight = takeoff
+        flight = slot.flight = takeoff
 
         def fly() -> tuple[Nest, Tensor | None]:
             nonlocal flight
@@ -351,6 +357,7 @@ class GraphStage(Stage):
                     _copy_all(slot.copies.values(), slot.copies)
                 with weights_set_to(self._trainable, lent):
                     output, loss = fly()
+                slot.flight, slot.held = flight, flight.graph.held()
                 slot.bytes = _bytes_of(flight, self.parameters) or slot.bytes
             return self._outgoing(output, slot.leaves), None if loss is None else loss.detach()
 
@@ -577,6 +584,37 @@ class GraphStage(Stage):
     @property
     def in_flight(self) -> int:
         return len(self._flights) + len(self._taken)
+
+    reuses_memory = True
+
+    def flights(self) -> Iterator[tuple[int, Flight, list[Saved | None]]]:
+        yield from super().flights()
+        given = self._rule == "recompute"
+        for batch, slot in self._taken.items():
+            flight = replace(
+                slot.flight,
+                version=slot.version,
+                given=slot.leaves if given else None,
+                lent=slot.lent,
+            )
+            for saved in slot.held:
+                if isinstance(saved, SavedActivation):
+                    saved.version = None  # every replay has written it anew
+            yield batch, flight, slot.held
+
+    def snapshot(self) -> dict[str, Any]:
+        self._show_gradients()
+        return super().snapshot()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        for batch, flight in self._flights.items():
+            inputs = nest.tensors(flight.given if flight.leaves is None else flight.leaves)
+            self._addresses[batch] = [None] * len(inputs)
+            self._kinds[batch] = ()
+        gradients = [parameter.grad for parameter in self._trainable]
+        if self._static and any(gradient is not None for gradient in gradients):
+            self._fresh, self._gathered = gradients, 1
 
     def memory(self) -> StageMemory:
         found = super().memory()

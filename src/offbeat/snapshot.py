@@ -19,7 +19,7 @@ the first snapshot of a stage looks for them (:func:`_refuse_hidden_state`).
 This is a part of :class:`offbeat.stage.Stage` in a file of its own, so it reads what that hides.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,9 +44,10 @@ State = dict[str, Any]
 def take(stage: Stage) -> State:
     """All that later steps depend on. What the next one overwrites is copied, the rest shared."""
     memory = _Memory(stage)
-    if not stage._rebuildable and any(flight.outputs for flight in stage._flights.values()):
+    if not stage._rebuildable and any(flight.outputs for _, flight, _ in stage.flights()):
         _refuse_hidden_state(stage, memory)
         stage._rebuildable = True
+    flights = [_flight_state(*found, memory) for found in stage.flights()]
     return {
         "version": stage.version,
         "parameters": [parameter.detach().clone() for parameter in stage.parameters],
@@ -55,9 +56,7 @@ def take(stage: Stage) -> State:
         "optimizers": [_optimizer_state(optimizer) for optimizer in stage.optimizers],
         "schedulers": [copied(scheduler.state_dict()) for scheduler in stage.schedulers],
         "old": [[version, values] for version, values in stage._old.items()],
-        "flights": [
-            _flight_state(batch, flight, memory) for batch, flight in stage._flights.items()
-        ],
+        "flights": apart(flights) if stage.reuses_memory else flights,
         "corrector": stage.corrector.snapshot(),
         "habits": _habits(stage),
     }
@@ -90,7 +89,9 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     return {"kind": type(optimizer).__name__, "state": copied(optimizer.state_dict())}
 
 
-def _flight_state(batch: int, flight: Flight, memory: "_Memory") -> State:
+def _flight_state(
+    batch: int, flight: Flight, held: Sequence[Saved | None], memory: "_Memory"
+) -> State:
     return {
         "batch": batch,
         "version": flight.version,
@@ -100,13 +101,9 @@ def _flight_state(batch: int, flight: Flight, memory: "_Memory") -> State:
         "lent": flight.lent,
         # Under recompute there is no graph before the backward.
         "leaves": flight.leaves,
-        "saved": [memory.words(saved) for saved in _in_order(flight.graph)],
+        "saved": [memory.words(saved) for saved in held],
         "graph": bool(flight.outputs),
     }
-
-
-def _in_order(graph: Graph) -> Iterator[Saved | None]:
-    return (reference() for reference in graph._saved)
 
 
 class _Memory:
@@ -116,8 +113,18 @@ class _Memory:
         self.parameters = stage.parameters
         self.rule = stage._rule
         self.buffers = list(_buffers_of(stage.modules))
+        self._moves = not stage.reuses_memory
+        self._copies: dict[int, Tensor] = {}
         self._parameter_at = {id(p): number for number, p in enumerate(self.parameters)}
         self._buffer_at = {_address(b): number for number, b in enumerate(self.buffers)}
+
+    def today(self, parameter: nn.Parameter) -> Tensor:
+        """A weight's values of now as a backward under the rule will see them."""
+        if self.rule == "current":
+            return parameter
+        if self._moves:  # the next update leaves this storage behind
+            return parameter.detach()
+        return self._copies.setdefault(id(parameter), parameter.detach().clone())
 
     def words(self, saved: Saved | None) -> Any:
         """One entry of a graph, to be stored; None where autograd has let go of it."""
@@ -190,19 +197,30 @@ def on_device(state: State, device: torch.device) -> State:
     """The same on a device; what shares memory still does."""
     if device.type == "cpu":
         return state
+    found: State = _elsewhere(state, lambda whole: whole.to(device))
+    return found
+
+
+def apart(state: Any) -> Any:
+    """The same in memory of its own; what shares memory still does."""
+    return _elsewhere(state, Tensor.clone)
+
+
+def _elsewhere(state: Any, moved: Callable[[Tensor], Tensor]) -> Any:
     there: dict[int, Tensor] = {}
 
-    def moved(tensor: Tensor) -> Tensor:
+    def found(tensor: Tensor) -> Tensor:
+        if not _is_plain(tensor):
+            return moved(tensor.detach()).requires_grad_(tensor.requires_grad)
         place = _address(tensor)
         if place not in there:
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            there[place] = whole.to(device)
-        seen = torch.empty(0, dtype=tensor.dtype, device=device)
+            bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            there[place] = moved(bytes_of.set_(tensor.untyped_storage()))
+        seen = torch.empty(0, dtype=tensor.dtype, device=there[place].device)
         seen.set_(there[place].untyped_storage(), tensor.storage_offset(), *_seen(tensor)[:2])
         return seen.requires_grad_(tensor.requires_grad)
 
-    found: State = nest.replace(state, moved)
-    return found
+    return nest.replace(state, found)
 
 
 def _write(places: Sequence[Tensor], values: Sequence[Tensor], what: str) -> None:
@@ -293,9 +311,7 @@ def _saved(entry: Any, tensor: Tensor, memory: _Memory) -> Saved | None:
     if "buffer" in entry:
         return SavedActivation(memory.buffers[entry["buffer"]].as_strided(*entry["view"]))
     parameter, source = memory.parameters[entry["parameter"]], entry["older"]
-    if source is None:  # under stash today's storage, which the next update leaves behind
-        source = parameter if memory.rule == "current" else parameter.detach()
-    return SavedWeight(parameter, source, tensor)
+    return SavedWeight(parameter, memory.today(parameter) if source is None else source, tensor)
 
 
 def _seen(tensor: Tensor) -> list[Any]:
@@ -317,8 +333,8 @@ def _changed(stage: Stage, what: str) -> CheckpointError:
 
 def _refuse_hidden_state(stage: Stage, memory: _Memory) -> None:
     """Builds one graph in flight a second time and looks for what was not saved by hooks."""
-    batch, flight = next((b, f) for b, f in stage._flights.items() if f.outputs)
-    state = _flight_state(batch, flight, memory)
+    batch, flight, held = next(found for found in stage.flights() if found[1].outputs)
+    state = _flight_state(batch, flight, held, memory)
     watch = _Watch([*stage.parameters, *memory.buffers])
     with WrittenBuffers(stage.modules).restored(), watch:
         again = _flight_of(stage, state, memory)

@@ -1,6 +1,6 @@
 """A stage: a slice of the model with its optimizer, weight versions and batches in flight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from offbeat.nest import Nest, is_dense
 from offbeat.rng import seed_for, seeded
 from offbeat.versions import (
     Graph,
+    Saved,
     SavedTensors,
     Stashed,
     move_to_fresh_storage,
@@ -382,6 +383,14 @@ class Stage:
     @property
     def in_flight(self) -> int:
         return len(self._flights)
+
+    reuses_memory = False
+    """Whether later steps write where weights of today and batches in flight lie now."""
+
+    def flights(self) -> Iterator[tuple[int, Flight, list[Saved | None]]]:
+        """Every micro-batch in flight, and what its graph saved, in order."""
+        for batch, flight in self._flights.items():
+            yield batch, flight, flight.graph.held()
 
     def memory(self) -> StageMemory:
         storages = Storages(self.parameters)

@@ -81,6 +81,9 @@ class LaneMemory(Memory):
                 tensor.record_stream(stream)
         return message
 
+    def waiting(self, stage: int) -> dict[Key, Any]:
+        return {key: message for key, (message, _) in super().waiting(stage).items()}
+
 
 class LateLedger:
     """Entries whose times and losses are still on the GPU; they reach the ledger together."""

@@ -92,8 +92,12 @@ class Graph:
             self.weights.add(saved.parameter)
         return saved
 
+    def held(self) -> list[Saved | None]:
+        """All it saved, in order; None where autograd has let go of it."""
+        return [reference() for reference in self._saved]
+
     def alive(self) -> Iterator[Saved]:
-        return (saved for ref in self._saved if (saved := ref()) is not None)
+        return (saved for saved in self.held() if saved is not None)
 
 
 class SavedTensors:

@@ -28,7 +28,7 @@ from offbeat.methods.base import require_count
 from offbeat.processes.board import LOST
 from offbeat.processes.row import describe
 from offbeat.rng import generator_states, set_generators
-from offbeat.snapshot import on_device
+from offbeat.snapshot import apart, on_device
 from offbeat.transport import Gathered, Key
 from offbeat.worker import Target, Worker
 
@@ -74,11 +74,6 @@ class Checkpoints:
         if not trainer._workers:
             raise CheckpointError(
                 "there is nothing to save yet: the first step makes the stages. Save after it."
-            )
-        if trainer._streams is not None and not drain:
-            raise CheckpointError(
-                "engine='streams' keeps batches in flight in memory of CUDA graphs, which cannot be"
-                " stored exactly: save with drain=True."
             )
         if trainer._processes is not None and trainer._processes.joined_at:
             raise CheckpointError(
@@ -179,8 +174,9 @@ class Checkpoints:
         files: dict[str, Any] = {}
         refusal: CheckpointError | None = None
         try:
-            for worker in trainer._workers:
-                files[_name(worker.stage.replica, worker.stage.index)] = _worker_state(worker)
+            with trainer._joined():
+                for worker in trainer._workers:
+                    files[_name(worker.stage.replica, worker.stage.index)] = _worker_state(worker)
         except CheckpointError as error:
             refusal = error
         # Nobody goes on before all have looked at their messages; and all refuse, or none.
@@ -209,7 +205,7 @@ class Checkpoints:
         return {
             "place": trainer._place(),
             "first": trainer._first,
-            "ledger": _as_tensor(trainer._ledger.to_bytes()),
+            "ledger": _as_tensor(trainer.own_ledger.to_bytes()),
             "readings": _as_tensor(trainer._readings.to_bytes()),
             "updates": _as_tensor(trainer._updates.to_bytes()),
             "clock": time.time() - time.perf_counter(),
@@ -367,9 +363,10 @@ class Checkpoints:
         trainer._discard()
         trainer._go_to(on_device(process["place"], trainer._device))
         shift_s = process["clock"] - (time.time() - time.perf_counter())
-        for worker, state in zip(trainer._workers, states, strict=True):
-            trainer._follow(worker, *state["began_at"])
-            _restore_worker(worker, state, trainer._device, shift_s)
+        with trainer._joined():
+            for worker, state in zip(trainer._workers, states, strict=True):
+                trainer._follow(worker, *state["began_at"])
+                _restore_worker(worker, state, trainer._device, shift_s)
         trainer._ledger.go_on_from(process["ledger"].numpy().tobytes(), shift_s)
         trainer._readings.go_on_from(process["readings"].numpy().tobytes())
         trainer._updates.go_on_from(process["updates"].numpy().tobytes())
@@ -459,6 +456,8 @@ def _worker_state(worker: Worker) -> State:
         for key in worker.averager.pending():  # not to be taken, only to have arrived
             transport.send(key, transport.receive(key))
     messages = transport.waiting(stage.index)
+    if stage.reuses_memory:
+        messages = apart(messages)
     return {
         "stage": stage.snapshot(),
         "began_at": worker.began_at,
