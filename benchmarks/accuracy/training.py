@@ -149,20 +149,21 @@ def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
 def _cut_of(job: Job) -> dict[str, Any]:
     if job.way == BASELINE:
         return {"stages": 1}
-    if job.ppv is not None:
-        return {"ppv": job.ppv}
-    return {"cuts": job.cuts if job.stages is None else counted(job.network, job.stages)}
+    if len(job.seeds) == 1 and job.cuts is None:
+        return {"stages": job.stages, "ppv": job.ppv}
+    return {"cuts": job.cuts or places(job.network, job.stages, job.ppv)}
 
 
 @cache
-def counted(name: str, stages: int) -> tuple[int, ...]:
-    """Where a single network is cut: counting does not know an ensemble's operators."""
+def places(name: str, stages: int | None, ppv: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Where a single network is cut: an ensemble has layers of its own, which nobody counts."""
     trainer = offbeat.Trainer(
         network(name),
         loss=F.cross_entropy,
         optimizer=lambda params: SGD(params, lr=0.0),
         method=offbeat.PipeDream(),
         stages=stages,
+        ppv=ppv,
         engine="serial",
     )
     trainer.step(torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))
