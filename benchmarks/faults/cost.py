@@ -137,10 +137,10 @@ def main() -> None:
         of_rule = [row for row in rows if row["rule"] == rule]
         ratios = [row["with_s"] / row["without_s"] for row in of_rule]
         cpu = [row["cpu_with_s"] / row["cpu_without_s"] for row in of_rule]
+        low, _, high = statistics.quantiles(ratios, n=4)
         summary[rule] = {
             "median_ratio": statistics.median(ratios),
-            "lowest": min(ratios),
-            "highest": max(ratios),
+            "quartiles": [low, high],
             "limit": LIMITS[rule],
             "median_cpu_ratio": statistics.median(cpu),
             "bytes": max(row["bytes"] for row in of_rule),
