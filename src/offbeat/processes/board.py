@@ -24,6 +24,10 @@ NOTICED_S = 4 * _POLL_S
 
 LOST = object()
 """In place of the value of a process that died."""
+_STORE_GONE = (
+    "the launcher's store cannot be reached any more: the process that holds it (torchrun's agent,"
+    " or rank 0) has ended; its own output says why."
+)
 _GIVEN_UP = (
     "the other replicas have lost the connection to this one and go on without it: another of its"
     " processes has ended, or the network between them broke."
@@ -120,9 +124,14 @@ class Board:
     def exchange(self, name: str, value: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """The values of all ranks, or of some; :data:`LOST` for a dead replica's."""
         count = self._counts[name] = self._counts.get(name, -1) + 1
-        self._store.set(f"{name}/{count}/{self._rank}{self._again}", json.dumps(value))
         everyone = range(self._size) if ranks is None else ranks
-        return [self._read(name, f"{name}/{count}/{rank}", rank) for rank in everyone]
+        try:
+            self._store.set(f"{name}/{count}/{self._rank}{self._again}", json.dumps(value))
+            return [self._read(name, f"{name}/{count}/{rank}", rank) for rank in everyone]
+        except WorkerLost:
+            raise
+        except RuntimeError as error:
+            raise WorkerLost(_STORE_GONE) from error
 
     def _read(self, name: str, key: str, rank: int) -> Any:
         own = self._row is not None and rank // self._row == self._rank // self._row
@@ -221,12 +230,7 @@ class Board:
                     )
                     return
             except RuntimeError:  # the store's host has gone: so has everything else
-                self._edges.fail(
-                    WorkerLost(
-                        "the launcher's store cannot be reached any more: the process that holds"
-                        " it (torchrun's agent, or rank 0) has ended; its own output says why."
-                    )
-                )
+                self._edges.fail(WorkerLost(_STORE_GONE))
                 return
 
     def look_for_stop(self, store: Store | None = None) -> None:

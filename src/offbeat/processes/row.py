@@ -566,7 +566,10 @@ def _leave() -> None:
     if error is not None and not isinstance(error, WorkerLost):
         for board, _ in _OPEN:
             board.report("".join(traceback.format_exception(error)))
-    if error is not None or any(edges.failed for _, edges in _OPEN):
+    failures = [edges.failure for _, edges in _OPEN if edges.failure is not None]
+    if error is None and failures:  # the script was done before it could hear of it
+        print(f"{type(failures[0]).__name__}: {failures[0]}", file=sys.stderr)
+    if error is not None or failures:
         _end_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
     for board, edges in _OPEN:
         _say_goodbye(board, edges)
