@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,8 +148,9 @@ def _step_back() -> None:
 
     On equal terms it would hold up one of them now and then, and with it all the others.
     """
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        with suppress(OSError):  # a sandbox may forbid it; then the checkpoint is written anyway
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
 
 def _write_file(path: Path, value: Any) -> dict[str, Any]:
