@@ -4,15 +4,23 @@ Small networks leave most of a GPU idle; under NVIDIA's multi-process service (a
 kernels of many runs work side by side.
 """
 
+import gc
+import json
 import multiprocessing
 import os
+import platform
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
+
+import offbeat
 
 MARGIN_S = 8.0
 """Of a limit, kept for what is under way to end by itself."""
@@ -31,6 +39,53 @@ def _work(prepare: Callable[[float], Run], link: Connection, until: float) -> No
         except Exception as error:
             traceback.print_exc()
             link.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+def cleared_up(run: Callable[[], Row | None], device: torch.device) -> Row | None:
+    """What a run found, with the warnings it gave; its recordings' memory is free afterwards."""
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = run()
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    words = sorted({str(warning.message) for warning in said})
+    return None if found is None else found | {"warnings": words}
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """The most that was reserved since this was asked last."""
+    if device.type != "cuda":
+        return None
+    reserved = torch.cuda.max_memory_reserved() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return round(reserved, 2)
+
+
+class Store:
+    """Appends every run as it ends, with where it ran, and prints a line of it."""
+
+    def __init__(self, arguments: Any, served: bool, line: Callable[[Row], str]) -> None:
+        """``arguments`` have ``out``, ``parallel`` and ``device``; ``served``: by MPS."""
+        self._out: Path = arguments.out
+        self._line = line
+        self._start = time.monotonic()
+        self._where = {
+            "torch": torch.__version__,
+            "offbeat": offbeat.__version__,
+            "python": platform.python_version(),
+            "parallel": arguments.parallel,
+            "mps": served,
+            "device": arguments.device,
+        }
+
+    def __call__(self, job: Any, found: Row) -> None:
+        row = asdict(job) | found | self._where
+        with self._out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{time.monotonic() - self._start:6.1f} s  {self._line(row)}", flush=True)
 
 
 class Pool:

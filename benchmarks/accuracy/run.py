@@ -10,9 +10,6 @@ already is not run again.
 """
 
 import argparse
-import json
-import platform
-import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -27,9 +24,7 @@ from benchmarks.accuracy.training import Images, Job, job_of, train
 from benchmarks.averaging import mps
 from benchmarks.averaging.data import Cifar
 from benchmarks.averaging.summary import read
-from benchmarks.pool import Pool, Row, Run
-
-import offbeat
+from benchmarks.pool import Pool, Row, Run, Store
 
 MOST_ERROR = 0.01
 """Of bfloat16 kernels against exact ones."""
@@ -53,30 +48,13 @@ def prepared(arguments: argparse.Namespace, until: float) -> Run:
     return run
 
 
-class Store:
-    """Appends every run as it ends."""
-
-    def __init__(self, arguments: argparse.Namespace, served: bool) -> None:
-        self._out: Path = arguments.out
-        self._start = time.monotonic()
-        self._where = {
-            "torch": torch.__version__,
-            "offbeat": offbeat.__version__,
-            "python": platform.python_version(),
-            "parallel": arguments.parallel,
-            "mps": served,
-            "device": arguments.device,
-        }
-
-    def __call__(self, job: Job, found: Row) -> None:
-        row = asdict(job) | found | self._where
-        with self._out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        mean = 100 * sum(found.get("accuracies", [0])) / len(job.seeds)
-        what = row.get("error") or f"{mean:.2f} %, {row['ms_per_update']} ms a step"
-        where = Cut(stages=job.stages, cuts=job.cuts, ppv=job.ppv)
-        name = f"{job.network}, {where}, {job.way}, lr {job.lr:g}, seeds {job.seeds}"
-        print(f"{time.monotonic() - self._start:6.1f} s  {name}: {what}", flush=True)
+def line(row: Row) -> str:
+    """A run in a few words."""
+    job = job_of(row)
+    mean = 100 * sum(row.get("accuracies", [0])) / len(job.seeds)
+    what = row.get("error") or f"{mean:.2f} %, {row['ms_per_update']} ms a step"
+    where = Cut(stages=job.stages, cuts=job.cuts, ppv=job.ppv)
+    return f"{job.network}, {where}, {job.way}, lr {job.lr:g}, seeds {job.seeds}: {what}"
 
 
 def jobs_of(arguments: argparse.Namespace, name: str) -> list[Job]:
@@ -137,7 +115,7 @@ def main() -> None:
     with mps.sharing(arguments.device.startswith("cuda")) as served:
         pool = Pool(
             partial(prepared, arguments),
-            Store(arguments, served),
+            Store(arguments, served, line),
             parallel=min(arguments.parallel, len(jobs)),
             limit_s=arguments.limit_s,
         )

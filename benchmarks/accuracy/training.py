@@ -1,10 +1,8 @@
 """One run: networks of one kind, a seed each, trained one way as one ensemble."""
 
-import gc
 import json
 import math
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
@@ -13,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from benchmarks.accuracy.configurations import BASELINE, WAYS
 from benchmarks.accuracy.ensemble import ensemble, side_by_side, summed_loss
+from benchmarks.pool import cleared_up, memory_gib
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -75,16 +74,7 @@ def job_of(row: dict[str, Any]) -> Job:
 
 def train(job: Job, data: Images, device: torch.device, until: float) -> dict[str, Any] | None:
     """What a run found; None if it could not end in time."""
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found = _train(job, data, device, until)
-    finally:
-        gc.collect()  # recordings hold their memory until they are gone
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    words = sorted({str(warning.message) for warning in said})
-    return None if found is None else found | {"warnings": words}
+    return cleared_up(lambda: _train(job, data, device, until), device)
 
 
 def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[str, Any] | None:
@@ -110,7 +100,7 @@ def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[s
         **made,
         "seconds": round(seconds, 2),
         "ms_per_update": round(1e3 * (seconds - first_s) / max(1, done - LOOKS_EVERY), 3),
-        "memory_gib": _memory(device),
+        "memory_gib": memory_gib(device),
     }
 
 
@@ -214,11 +204,3 @@ def _described(trainer: offbeat.Trainer) -> dict[str, Any]:
         "places": list(trainer.cuts or ()),
         "stale_share": round(stale / sum(counts), 4),
     }
-
-
-def _memory(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    reserved = torch.cuda.max_memory_reserved() / 2**30
-    torch.cuda.reset_peak_memory_stats()
-    return round(reserved, 2)

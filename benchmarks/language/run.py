@@ -10,11 +10,7 @@ of the set "tune" with the lowest loss.
 """
 
 import argparse
-import json
-import platform
-import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -26,9 +22,7 @@ from benchmarks.averaging.summary import read
 from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, guessed_ms
 from benchmarks.language.data import Text
 from benchmarks.language.training import Job, job_of, train
-from benchmarks.pool import Pool, Row, Run
-
-import offbeat
+from benchmarks.pool import Pool, Row, Run, Store
 
 Rates = dict[str, float]
 
@@ -43,29 +37,10 @@ def prepared(folder: Path, device_name: str, until: float) -> Run:
     return lambda job: train(job, text, device, until)
 
 
-class Store:
-    """Appends every run as it ends."""
-
-    def __init__(self, arguments: argparse.Namespace, served: bool) -> None:
-        self._out: Path = arguments.out
-        self._start = time.monotonic()
-        self._where = {
-            "torch": torch.__version__,
-            "offbeat": offbeat.__version__,
-            "python": platform.python_version(),
-            "parallel": arguments.parallel,
-            "mps": served,
-            "device": arguments.device,
-        }
-
-    def __call__(self, job: Job, found: Row) -> None:
-        row = asdict(job) | found | self._where
-        with self._out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        what = row.get("error") or f"{row['loss']} in {row['seconds']:.1f} s"
-        passed = time.monotonic() - self._start
-        name = f"{row['way']}, {row['optimizer']} {row['lr']:g}, seed {row['seed']}"
-        print(f"{passed:6.1f} s  {name}: {what}", flush=True)
+def line(row: Row) -> str:
+    """A run in a few words."""
+    what = row.get("error") or f"{row['loss']} in {row['seconds']:.1f} s"
+    return f"{row['way']}, {row['optimizer']} {row['lr']:g}, seed {row['seed']}: {what}"
 
 
 # ------------------------------------------------------------------------- jobs
@@ -171,7 +146,7 @@ def _all_jobs(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Jo
 def run(arguments: argparse.Namespace, served: bool) -> None:
     pool = Pool(
         partial(prepared, arguments.data, arguments.device),
-        Store(arguments, served),
+        Store(arguments, served, line),
         parallel=arguments.parallel,
         limit_s=arguments.limit_s,
     )

@@ -1,16 +1,15 @@
 """One run: a small GPT over bytes, trained one way with one optimizer from one seed."""
 
-import gc
 import json
 import math
 import time
-import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
 from benchmarks.language.configurations import STAGES, WAYS, optimizer_factory
 from benchmarks.language.data import VOCABULARY, Text
+from benchmarks.pool import cleared_up, memory_gib
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -90,16 +89,7 @@ def trainer_of(job: Job, device: torch.device, engine: Any = None) -> offbeat.Tr
 
 def train(job: Job, text: Text, device: torch.device, until: float) -> dict[str, Any] | None:
     """What a run found; None if it could not end in time."""
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found = _train(job, text, device, until)
-    finally:
-        gc.collect()  # recordings hold their memory until they are gone
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    words = sorted({str(warning.message) for warning in said})
-    return None if found is None else found | {"warnings": words}
+    return cleared_up(lambda: _train(job, text, device, until), device)
 
 
 def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str, Any] | None:
@@ -130,7 +120,7 @@ def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str
         "stages": trainer.stages,
         "seconds": round(passed[-1][1], 2),
         "ms_per_update": round(_milliseconds(passed), 3),
-        "memory_gib": _memory(device),
+        "memory_gib": memory_gib(device),
     }
 
 
@@ -138,11 +128,3 @@ def _milliseconds(passed: list[tuple[int, float]]) -> float:
     """Per update of the second half: the first has the recording in it."""
     (first, start), (last, end) = passed[(len(passed) - 1) // 2], passed[-1]
     return 1e3 * (end - start) / (last - first)
-
-
-def _memory(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    reserved = torch.cuda.max_memory_reserved() / 2**30
-    torch.cuda.reset_peak_memory_stats()
-    return round(reserved, 2)
