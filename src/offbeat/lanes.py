@@ -6,6 +6,7 @@ lane's queue that another lane waits for. The host never waits.
 """
 
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -37,10 +38,43 @@ class Instant:
         return elapsed_s + self.shift_s - earlier.shift_s
 
 
+class _Innermost(threading.local):
+    stream: torch.cuda.Stream | None = None
+
+
+_innermost = _Innermost()
+
+
+@contextmanager
+def entered(stream: torch.cuda.Stream) -> Iterator[None]:
+    """As ``torch.cuda.stream``, which asks PyTorch for the current stream only where we don't know.
+
+    A step asks a hundred times, and asking costs the CPU more than launching does.
+    """
+    before = _innermost.stream
+    _innermost.stream = stream
+    try:
+        if before is None:
+            with torch.cuda.stream(stream):
+                yield
+        else:
+            torch.cuda.set_stream(stream)
+            yield
+    finally:
+        _innermost.stream = before
+        if before is not None:
+            torch.cuda.set_stream(before)
+
+
+def current_stream() -> torch.cuda.Stream:
+    """The one that is entered."""
+    return _innermost.stream or torch.cuda.current_stream()
+
+
 def marked(stream: torch.cuda.Stream | None = None) -> Instant:
     """A mark at the end of a queue, by default of the one that is entered."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
+    event.record(stream or current_stream())
     return Instant(event)
 
 
@@ -66,7 +100,11 @@ class Lane:
 
     def entered(self) -> AbstractContextManager[None]:
         """Whatever is launched inside goes into this lane."""
-        return torch.cuda.stream(self._stream)
+        return entered(self._stream)
+
+    def from_caller(self) -> AbstractContextManager[None]:
+        """Whatever is entered inside returns to the caller's stream, which is asked for once."""
+        return entered(torch.cuda.current_stream(self._device))
 
     def now(self) -> Instant:
         return marked(self._stream)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.lanes import Instant, Lane
+from offbeat.lanes import Instant, Lane, current_stream
 from offbeat.ledger import Event, Ledger
 from offbeat.transport import Key
 from offbeat.transport.memory import Memory
@@ -47,7 +47,8 @@ class Streams:
 
     def run(self, workers: Sequence[Worker]) -> None:
         """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
-        run_in_turn(workers)
+        with self.lanes[0][0].from_caller():
+            run_in_turn(workers)
         self._ahead.append(self.lanes[-1][0].now())
         # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
         if len(self._ahead) > 2 * len(self.lanes) + 2:
@@ -70,11 +71,11 @@ class LaneMemory(Memory):
     """Messages between lanes: a reference, and the instant from which it may be read."""
 
     def send(self, key: Key, message: Any) -> None:
-        super().send(key, (message, torch.cuda.current_stream().record_event()))
+        super().send(key, (message, current_stream().record_event()))
 
     def receive(self, key: Key) -> Any:
         message, ready = super().receive(key)
-        stream = torch.cuda.current_stream()
+        stream = current_stream()
         stream.wait_event(ready)
         for tensor in nest.tensors(message):
             if not hasattr(tensor, "awaits"):  # memory of a slot is never given back
