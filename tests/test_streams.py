@@ -30,10 +30,17 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from offbeat import checks, nest, streams
+from offbeat import checks, lanes, nest, streams
 from offbeat import trainer as trainer_module
 from offbeat.averaging import AllReduce
-from offbeat.corrections import CORRECTIONS, GapAware, Predict, SpikeCompensation
+from offbeat.corrections import (
+    CORRECTIONS,
+    Extrapolate,
+    GapAware,
+    Predict,
+    RateByLag,
+    SpikeCompensation,
+)
 from offbeat.errors import ConfigurationError, GuardError, StageError
 from offbeat.experiment import Experiment
 from offbeat.graphs import GraphStage, _counts_on_device
@@ -64,6 +71,8 @@ class PretendedLane:
     @contextmanager
     def entered(self) -> Iterator[None]:
         yield
+
+    from_caller = entered
 
     def now(self) -> PretendedInstant:
         return PretendedInstant(perf_counter())
@@ -102,6 +111,7 @@ class PretendedLane:
             found += [*module.parameters(), *module.buffers()]
         for optimizer in stage.optimizers:
             found += [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+        found += stage.corrector._memory()
         for places in (stage._fresh, stage._sums):
             found += [place for place in places or () if place is not None]
         return found
@@ -126,10 +136,23 @@ class PretendedRecording:
         self._lane = lane
         self._function = function
         self._places = nest.tensors(result)
+        self._built_in = self._numbers()
+
+    def _numbers(self) -> Any:
+        """What a real recording has built in: an update's lag, momentum, rate, and addresses."""
+        stage = self._lane.stage
+        assert stage is not None
+        if self._function != stage._clip_and_step:
+            return None
+        settings = [g for o in stage.optimizers for g in o.param_groups]
+        numbers = [{k: v for k, v in group.items() if k != "params"} for group in settings]
+        remembered = [tensor.data_ptr() for tensor in stage.corrector._memory()]
+        return stage.corrector.lag_at(stage.version), numbers, remembered
 
     def replay(self) -> None:
         stage = self._lane.stage
         assert stage is not None
+        assert self._numbers() == self._built_in
         stage._recording = True  # so that nothing is seeded on the way
         with seeded(self._lane._seed, CPU), torch.enable_grad():
             result = self._function()
@@ -205,6 +228,34 @@ def test_corrections_give_the_serial_bits(correction: Any) -> None:
     method = StaleWeights() if correction.name == "rewind" else PipeDream(accumulate=2)
     made = correction(times=3.0) if correction.name == "clip-per-stage" else correction()
     compare(cnn(), image_batches(20, rows=8), method, cuts=[3, 6], corrections=[made])
+
+
+@pytest.mark.parametrize(
+    ("correction", "recorded"),
+    [
+        (SpikeCompensation(), True),
+        (Extrapolate(), True),
+        (RateByLag(), True),
+        (Predict(), True),
+        (RateByLag(anneal=30), False),  # another rate with every update
+        (GapAware(), False),  # reads the weights that a forward has seen, now here, now there
+    ],
+    ids=str,
+)
+def test_a_corrected_update_is_recorded_unless_it_changes(correction: Any, recorded: bool) -> None:
+    trainer = trainer_for(
+        cnn(), PipeDream(), cuts=[3, 6], engine="streams", corrections=[correction]
+    )
+    for x, y in image_batches(12):
+        trainer.step(x, y)
+    late = [stage for stage, lag in zip(stages_of(trainer), trainer.lags, strict=True) if lag]
+    assert [stage._stepping is not None for stage in late] == [recorded] * 2
+
+
+def test_a_correction_with_new_memory_is_recorded_anew() -> None:
+    """The second phase has larger lags, and passes the first one's while it fills."""
+    method = Phases((PipeDream(cap=1), 12), (PipeDream(), None))
+    compare(cnn(), image_batches(30), method, cuts=[3, 6], corrections=[Extrapolate()])
 
 
 @pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
@@ -499,3 +550,51 @@ def test_memory_that_replays_have_written_is_no_change_in_place(tmp_path: Path) 
             for tensor in nest.tensors(slot.given):
                 tensor.add_(0)  # a pretended replay makes tensors anew, a real one writes to them
     trainer.save(tmp_path, wait=True)
+
+
+# ------------------------------------------------------------------------- entering streams
+
+
+class PretendedCuda:
+    """Which stream is the current one, and how often that was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: Any = "the caller's"
+        self.asked = 0
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+
+    def current_stream(self, device: object = None) -> Any:
+        del device
+        self.asked += 1
+        return self.current
+
+    def set_stream(self, stream: Any) -> None:
+        self.current = stream
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def test_streams_are_entered_and_left_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PretendedCuda(monkeypatch)
+    seen: list[Any] = []
+    with lanes.entered(torch.cuda.current_stream()):
+        for name in ("first", "second"):
+            with lanes.entered(name):  # type: ignore[arg-type]
+                seen.append((cuda.current, lanes.current_stream()))
+                with pytest.raises(ZeroDivisionError), lanes.entered("inner"):  # type: ignore[arg-type]
+                    assert cuda.current == lanes.current_stream() == "inner"
+                    1 / 0  # noqa: B018
+                assert cuda.current == lanes.current_stream() == name
+            assert cuda.current == lanes.current_stream() == "the caller's"
+    assert seen == [("first", "first"), ("second", "second")]
+    assert cuda.asked == 1
+    cuda.current = "another"
+    assert lanes.current_stream() == "another"  # outside nothing is taken for granted

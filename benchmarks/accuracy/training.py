@@ -118,7 +118,7 @@ def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
 
     def optimizer(params: Any) -> SGD:
         settings: dict[str, Any] = {"momentum": job.momentum, "weight_decay": job.weight_decay}
-        if streams and not way.corrections:  # so that updates can be recorded
+        if streams:  # so that updates can be recorded
             return SGD(params, lr=torch.tensor(job.lr, device=device), fused=True, **settings)
         return SGD(params, lr=job.lr, **settings)
 

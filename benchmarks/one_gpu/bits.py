@@ -138,6 +138,17 @@ CASES = [
         for correction in ALONE
     ),
     *(
+        Case(
+            name=f"with {correction.name}, recorded",
+            method=PipeDream(),
+            optimizer=adamw_on_device if correction.name == "extrapolate" else sgd_on_device,
+            settings={"corrections": [correction], "scheduler": warm_up},
+            updates=100,
+        )
+        for correction in ALONE
+        if correction.name in ("spike-compensation", "extrapolate", "rate-by-lag", "predict")
+    ),
+    *(
         Case(name=f"{method.name}, saved and resumed", method=method, resumed_at=50, updates=100)
         for method in (StaleWeights(), PipeDream(), ADL(accumulate=4), DSP())
     ),

@@ -19,8 +19,8 @@ copied.
 A stage has two lanes, so that a batch's forward and an older one's backward run side by side; the
 update waits for both, and the next forward for the update.
 
-Corrections act between replays: predicted weights are copied to where a slot's forward reads them,
-and the update is launched as in :class:`Stage`.
+Predicted weights are copied to where a slot's forward reads them, between replays. A correction of
+the update is recorded with it, unless it changes from one to the next.
 
 The first batches of a stage, batches of another shape, and modules that cannot be recorded run as
 in :class:`Stage`, in the same lane.
@@ -149,7 +149,12 @@ class GraphStage(Stage):
             self._static = self._records and not kept_versions and not self.corrector.rewinds
             # A backward that runs no forward again leaves alone what a forward writes, so that the
             # two need not wait for each other; without a lag they are one after the other anyway.
-            apart = self._static and in_flight > 0 and rule != "recompute" and not corrected
+            apart = (
+                self._static
+                and in_flight > 0
+                and rule != "recompute"
+                and not self.corrector.acts_forward
+            )
             self.back = self._lanes[1] if apart else self.lane
 
     def discard(self) -> None:
@@ -533,7 +538,7 @@ class GraphStage(Stage):
         """
         if not (self._records and self._static and self._update_records):
             return None
-        if self.corrector.active:  # its numbers change with the lag and the learning rate
+        if not self.corrector.repeats:
             return None
         numbers = self._numbers()
         if self._stepping is not None and self._stepping[0] == numbers:
@@ -569,7 +574,10 @@ class GraphStage(Stage):
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
-        return (self._clip_to, self._gathered > 1, *groups)
+        # A fill may give corrections new memory; its first update, without lag, sees to it that
+        # nothing recorded before is replayed on the old one.
+        lag = self.corrector.lag_at(self.version) if self.corrector.active else None
+        return (self._clip_to, self._gathered > 1, lag, *groups)
 
     def _say_unrecorded(self, reason: str) -> None:
         warnings.warn(

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.corrections.groups import Group, Tensors
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Rule
 
-Numbers = Sequence[float]
-"""What a hook needs from the host, which may change from update to update."""
+Numbers = Sequence[float | Tensor]
+"""What a hook needs from the host, which may change from update to update. What depends on a rate
+that is kept on a GPU is a tensor there."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class Hook:
     """Whether ``gradients`` wants the weights that the forward used."""
     needs_before = False
     """Whether ``after_step`` or ``observe`` wants the weights before the step."""
+    repeats = True
+    """Whether updates of one lag are the same work each time, so that one of them can be recorded
+    and replayed."""
 
     def rate(self, moment: Moment) -> float:
         """Factor on the learning rate."""

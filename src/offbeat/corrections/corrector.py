@@ -126,6 +126,23 @@ class Corrector:
         return any(hook.rewinds for hook in self._hooks)
 
     @property
+    def acts_forward(self) -> bool:
+        """Whether a forward has more to do than the network's own work."""
+        return self.predicts or (self.active and self._read is not None)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether updates of one lag are the same work each time."""
+        if not self.active:
+            return True
+        watched = self._read is not None or self._watch is not None
+        return not watched and all(hook.repeats for hook in self._hooks)
+
+    def lag_at(self, version: int) -> int:
+        """Of the update that ends ``version``: the largest of the micro-batches it applies."""
+        return max((version - flight.version for flight in self._applied), default=0)
+
+    @property
     def shrinkage(self) -> float:
         """Factor on the gradients that arrive."""
         factor = 1.0
@@ -188,8 +205,7 @@ class Corrector:
         if not self.active:
             yield
             return
-        lag = max((version - flight.version for flight in self._applied), default=0)
-        moment = Moment(lag, version)
+        moment = Moment(self.lag_at(version), version)
         with self._tuned(moment):
             numbers = [hook.numbers(moment) for hook in self._hooks]
             with torch.no_grad():
@@ -205,13 +221,13 @@ class Corrector:
             with torch.no_grad():
                 for hook, of_hook in zip(self._hooks, numbers, strict=True):
                     hook.after_step(of_hook, self._before)
-        self._applied.clear()
-        self._predicted.clear()
 
     def observe(self) -> None:
         """After an update and the learning rate's own step."""
         if not self.active:
             return
+        self._applied.clear()
+        self._predicted.clear()
         with torch.no_grad():
             for hook in self._hooks:
                 hook.observe(self._before)

@@ -68,7 +68,7 @@ class Gap(Hook):
         assert read is not None
         self._seen.mul_(self._decay).add_(1 - self._decay)
         for group, rate in zip(self._groups, numbers, strict=True):
-            self._shrink(group, rate, read)
+            self._shrink(group, float(rate), read)
 
     def _shrink(self, group: Group, rate: float, read: Tensors) -> None:
         found = [p for p in group.parameters if p.grad is not None]

@@ -34,8 +34,10 @@ class Group:
         return settings
 
     @property
-    def lr(self) -> float:
-        return float(self._settings["lr"])
+    def lr(self) -> float | Tensor:
+        """A number; a tensor where the rate is kept on a GPU, so that nobody waits for it."""
+        rate: float | Tensor = self._settings["lr"]
+        return rate if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
 
     @property
     def momentum(self) -> float | None:

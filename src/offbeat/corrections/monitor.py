@@ -97,10 +97,10 @@ def _effective_rate(group: Group) -> float:
     SGD: ``lr / (1 - momentum)``. Adam: its step's norm over that of the first moment.
     """
     if group.is_sgd:
-        return group.lr / (1 - (group.momentum or 0.0))
+        return float(group.lr) / (1 - (group.momentum or 0.0))
     found = group.with_state() if group.is_adam else ()
     if not found:
         return math.nan
     steps, moments = group.directions(found), group.first_moments(found)
     norms = [torch.stack(torch._foreach_norm(of)).norm() for of in (steps, moments)]
-    return group.lr * float(norms[0] / norms[1].clamp(min=torch.finfo(norms[1].dtype).tiny))
+    return float(group.lr) * float(norms[0] / norms[1].clamp(min=torch.finfo(norms[1].dtype).tiny))

@@ -124,7 +124,7 @@ class Prediction(Hook):
             return None
         moves = self._displacements(numbers)
         if self._fit is not None:
-            moves = torch._foreach_mul(moves, self._fit.horizon(numbers[-1]))
+            moves = torch._foreach_mul(moves, self._fit.horizon(float(numbers[-1])))
         return torch._foreach_add([p.detach() for p in self._parameters], moves)
 
     def _displacements(self, factors: Numbers) -> Tensors:

@@ -45,6 +45,7 @@ class RateByLag(Correction):
 class _Rate(Hook):
     def __init__(self, settings: RateByLag) -> None:
         self._settings = settings
+        self.repeats = settings.anneal is None
 
     def rate(self, moment: Moment) -> float:
         power = self._settings.power

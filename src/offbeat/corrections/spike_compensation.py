@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
 from offbeat.corrections.groups import Tensors
@@ -55,7 +55,7 @@ class Spike(Hook):
         lag = moment.lag if self._most is None else min(moment.lag, self._most)
         if lag == 0:
             return ()
-        found: list[float] = []
+        found: list[float | Tensor] = []
         for group in self._groups:
             momentum = group.momentum or 0.0
             found += [group.lr * (1 - momentum**lag), 1 / (1 - momentum) if group.is_sgd else 1.0]
