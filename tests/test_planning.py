@@ -112,7 +112,9 @@ def test_an_uneven_cut_is_asked_for_no_more_than_it_can_give() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize(("optimizer", "most"), [("momentum", 2), ("adam", 1), ("other", 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "most"), [("momentum", 2), ("adam", 1), ("muon", 1), ("other", 1)]
+)
 @pytest.mark.parametrize("hop", [0.0, 0.2, 1.0])
 def test_auto_keeps_lag_small_and_stages_busy(
     stages: int, optimizer: Any, most: int, hop: float
@@ -123,13 +125,18 @@ def test_auto_keeps_lag_small_and_stages_busy(
     parts = plan.method.micro_batches(stages)
     speed = timeline(plan.method, stages, costs=Costs(hop=3 * hop / parts)).speed_up
     assert speed == pytest.approx(stages, rel=0.02)
-    assert plan.corrections == (("spike-compensation",) if optimizer == "momentum" else ())
+    expected = {"momentum": ("spike-compensation",), "adam": ("extrapolate",)}
+    expected["muon"] = expected["adam"]
+    assert plan.corrections == expected.get(optimizer, ())
 
 
 def test_auto_does_not_split_small_batches_to_nothing() -> None:
     plan = plan_for(8, "momentum", Auto(batch=16))
     assert plan.method == PipeDream(accumulate=2)
-    assert plan.corrections == ()  # a lag of 4 is too much for it
+    assert plan.corrections == ("spike-compensation",)
+    late = plan_for(8, "adam", Auto(batch=16))
+    assert late.corrections == ()
+    assert "none has been shown to help at a lag of 4" in str(late)
     assert "more parts of 16 rows would have fewer than 8" in str(plan)
     assert plan_for(1).method == Synchronous()
 
@@ -163,7 +170,9 @@ def test_corrections_of_one_s_own_win_over_auto_s() -> None:
         (OPTIMIZERS["momentum"], "momentum"),
         (OPTIMIZERS["adamw"], "adam"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "other"),
-        (lambda p: [torch.optim.Muon(p, lr=0.1)], "other"),
+        (lambda p: [torch.optim.Muon(p, lr=0.1)], "muon"),
+        (lambda p: [torch.optim.Muon(p[:1], lr=0.1), torch.optim.AdamW(p[1:])], "muon"),
+        (lambda p: [torch.optim.Muon(p[:1], lr=0.1), torch.optim.SGD(p[1:], lr=0.1)], "other"),
         (lambda p: p[7], "other"),
     ],
 )

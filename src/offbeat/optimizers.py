@@ -62,14 +62,23 @@ def attach_optimizers(
 
 
 def kind_of(optimizer: OptimizerFactory) -> OptimizerKind:
-    """What a user's factory makes, found out with a parameter that stands in for theirs."""
-    try:
-        made = optimizer([nn.Parameter(torch.zeros(2, 2))])
-    except Exception:  # it looks for its own parameters, or is no function: said elsewhere
-        return "other"
-    found = list(made) if isinstance(made, Sequence) else [made]
+    """What a user's factory makes, found out with parameters that stand in for theirs."""
+    # Muon takes matrices alone, and what it is combined with wants something, too.
+    for shapes in ([(2, 2), (2,)], [(2, 2)]):
+        try:
+            made = optimizer([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+        except Exception:  # it looks for its own parameters, or is no function: said elsewhere
+            continue
+        found = list(made) if isinstance(made, Sequence) else [made]
+        return _kind_of_all(found)
+    return "other"
+
+
+def _kind_of_all(found: Sequence[Any]) -> OptimizerKind:
     if all(isinstance(o, Adam | AdamW) for o in found):
         return "adam"
+    if all(isinstance(o, Adam | AdamW | torch.optim.Muon) for o in found):
+        return "muon"
     groups = [group for o in found if isinstance(o, SGD) for group in o.param_groups]
     plain = [g["momentum"] and not g["nesterov"] and not g["dampening"] for g in groups]
     return "momentum" if plain and all(plain) and len(groups) >= len(found) else "other"
