@@ -34,15 +34,18 @@ WARM_UP = 60
 LR, MOMENTUM, DECAY = 0.1, 0.9, 5e-4
 
 
-def methods(steps: int) -> dict[str, Method]:
+Way = tuple[Method, list[str]]
+"""A method and corrections."""
+
+
+def ways(steps: int) -> dict[str, Way]:
+    synchronous_end = Phases((PipeDream(), steps - steps // 10), (Synchronous(), None))
     return {
-        "lag 3": PipeDream(),
-        "lag 2, two micro-batches": PipeDream(accumulate=2),
-        "lag 1, four micro-batches": PipeDream(accumulate=4),
-        "lag 3, last tenth synchronous": Phases(
-            (PipeDream(), steps - steps // 10), (Synchronous(), None)
-        ),
-        "lag 6": StaleWeights(),
+        "lag 3": (PipeDream(), []),
+        "lag 3, spike compensation": (PipeDream(), ["spike-compensation"]),
+        "lag 3, last tenth synchronous": (synchronous_end, []),
+        "lag 2, two micro-batches": (PipeDream(accumulate=2), []),
+        "lag 6": (StaleWeights(), []),
     }
 
 
@@ -120,13 +123,15 @@ class Backpropagation:
 
 
 class SideBySide:
-    def __init__(self, depth: int, seed: int, steps: int, method: Method) -> None:
+    def __init__(self, depth: int, seed: int, steps: int, way: Way) -> None:
+        method, corrections = way
         self._trainer = offbeat.Trainer(
             model(depth, seed),
             loss=F.cross_entropy,
             optimizer=optimizer,
             scheduler=schedule(steps),
             method=method,
+            corrections=corrections,
             stages=STAGES,
             balance="measured",
             autocast=torch.bfloat16,
@@ -148,7 +153,7 @@ class SideBySide:
 def built(name: str, arguments: argparse.Namespace, data: Cifar, seed: int) -> Any:
     steps = arguments.epochs * (len(data) // ROWS)
     if name != "backpropagation":
-        return SideBySide(arguments.depth, seed, steps, methods(steps)[name])
+        return SideBySide(arguments.depth, seed, steps, ways(steps)[name])
     x, y = next(data.batches(ROWS, seed=seed, epoch=0))
     first = x.to(memory_format=torch.channels_last), y
     return Backpropagation(arguments.depth, seed, steps, first)
@@ -190,7 +195,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     data = Cifar(arguments.data, torch.device("cuda"), rows=50_000)
     data.test = [(x.to(memory_format=torch.channels_last), y) for x, y in data.test]
-    names = arguments.only or ["backpropagation", *methods(1000)]
+    names = arguments.only or ["backpropagation", *ways(1000)]
     for name in names:
         warm_up(built(name, arguments, data, seed=0), data)
     for seed in arguments.seeds:
