@@ -1,6 +1,6 @@
 """The first bytes of enwik8, or all of tiny-shakespeare, as one array small enough to be sent.
 
-python -m benchmarks.language.pack /work/shared/data/enwik8/enwik8.xz language-data
+python -m benchmarks.language.pack /work/shared/data/enwik8/enwik8.xz enwik8
 """
 
 import argparse

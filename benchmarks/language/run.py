@@ -5,8 +5,8 @@ with one optimizer and schedule. Many runs share a GPU, a process each; every ru
 ends, and a run that is there already is not run again. Learning rates are those of the stored runs
 of the set "tune" with the lowest loss.
 
-    python -m benchmarks.language.pack /work/shared/data/enwik8/enwik8.xz language-data
-    python -m benchmarks.language.run --data language-data --only tune target --limit-s 200
+    python -m benchmarks.language.pack /work/shared/data/enwik8/enwik8.xz enwik8
+    python -m benchmarks.language.run --data enwik8 --only tune target --limit-s 200
 """
 
 import argparse
@@ -100,6 +100,8 @@ def _job(arguments: argparse.Namespace, way: str, optimizer: str, lr: float, see
         context=arguments.context,
         width=arguments.width,
         precision=arguments.precision,
+        text=arguments.data.resolve().name,
+        dropout=arguments.dropout,
     )
 
 
@@ -175,7 +177,10 @@ def _rates(words: list[str]) -> Rates:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="What staleness costs a small GPT.")
-    made.add_argument("--data", type=Path, required=True, help="the folder that pack.py wrote")
+    made.add_argument(
+        "--data", type=Path, required=True,
+        help="the folder that pack.py wrote; its name is stored as that of the text",
+    )  # fmt: skip
     made.add_argument("--out", type=Path, default=Path("results.jsonl"), help="appended to")
     made.add_argument(
         "--only", nargs="+", choices=SETS, default=[TUNE, "target", "lag", "curve"],
@@ -189,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", type=int, default=32, help="per update")
     made.add_argument("--context", type=int, default=128)
     made.add_argument("--width", type=int, default=256)
+    made.add_argument("--dropout", type=float, default=0.0)
     made.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
     made.add_argument("--device", default="cuda")
     made.add_argument("--parallel", type=int, default=14)

@@ -113,7 +113,8 @@ def text_of(rows: Sequence[Row]) -> str:
     for comparable in settings_of(rows):
         job = job_of(comparable[0])
         parts.append(
-            f"{job.updates} updates of {job.rows} rows of {job.context} bytes, width {job.width},"
+            f"{job.text}: {job.updates} updates of {job.rows} rows of {job.context} bytes, width"
+            f" {job.width}, dropout {job.dropout:g},"
             f" {job.precision}; {len(comparable)} runs. Losses in nats per byte, gaps to BP of the"
             " same optimizer, learning rate and seed with 95 % intervals."
         )

@@ -36,6 +36,8 @@ class Job:
     context: int
     width: int
     precision: Precision
+    text: str = "enwik8"
+    dropout: float = 0.0
 
     @property
     def key(self) -> str:
@@ -49,7 +51,7 @@ class Job:
 
 
 def job_of(row: dict[str, Any]) -> Job:
-    return Job(**{field.name: row[field.name] for field in fields(Job)})
+    return Job(**{field.name: row[field.name] for field in fields(Job) if field.name in row})
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -69,9 +71,8 @@ def trainer_of(job: Job, device: torch.device, engine: Any = None) -> offbeat.Tr
     way = WAYS[job.way]
     engine = engine or ("streams" if device.type == "cuda" else "serial")
     torch.manual_seed(job.seed)
-    model = gpt(VOCABULARY, job.context, STAGES, job.width, heads=4).to(device)
-    # Corrections read the rate on the host, and their updates are not recorded anyway.
-    recorded = engine == "streams" and not way.corrections
+    model = gpt(VOCABULARY, job.context, STAGES, job.width, heads=4, dropout=job.dropout).to(device)
+    recorded = engine == "streams"
     return offbeat.Trainer(
         model,
         loss=loss_of,
