@@ -1,11 +1,15 @@
 """What saving every 50 steps costs: time with over time without, and bytes.
 
 ResNet-20 for 32x32 images, batch 128, four stages, SGD with momentum, random images, one process.
-Every round runs, rule by rule, a block of 25 steps without saving and one with an exact checkpoint,
+Every round runs, rule by rule, a block of 50 steps without saving and one with an exact checkpoint,
 saved at the start of the block and written meanwhile; the order of the two alternates. A block ends
-when both its steps and its checkpoint are done, so nothing is hidden in the next block. What the
-checkpoint took, the difference, is counted on 50 steps: many short pairs stand a noisy machine
-better than few long ones.
+when both its steps and its checkpoint are done, so nothing is hidden in the next block.
+
+A shared machine stalls for seconds at a time, more than a checkpoint costs. So steps are compared
+one by one: the n-th step of a block with a checkpoint over the median step of the block without
+that it is paired with; of these the median over all rounds, and of the fifty medians the mean. A
+stall falls on some steps of some rounds and moves no median; a checkpoint falls on the same steps
+of every round. The plain ratio of the blocks is stored beside it.
 
     python benchmarks/faults/cost.py --out benchmarks/faults/cost.json
 
@@ -19,7 +23,7 @@ import platform
 import statistics
 import tempfile
 import time
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +35,6 @@ from offbeat.methods import RULES
 from offbeat.zoo import resnet
 
 STAGES, BATCH, EVERY = 4, 128, 50
-STEPS = 25
-"""Of a block; longer than writing takes."""
 LIMITS = {"current": 1.10, "stash": 1.10, "recompute": 1.03}
 
 
@@ -47,19 +49,25 @@ def trainer_for(rule: Any) -> offbeat.Trainer:
     )
 
 
-def block(trainer: offbeat.Trainer, batches: Any, folder: Path | None) -> dict[str, float]:
+def block(trainer: offbeat.Trainer, batches: Any, folder: Path | None) -> dict[str, Any]:
     """Some steps, with a checkpoint or without."""
     start, worked = time.perf_counter(), time.process_time()
-    found = {"taken_s": 0.0}
+    taken_s = 0.0
     if folder is not None:
         trainer.save(folder, keep=1)
-        found["taken_s"] = time.perf_counter() - start
-    for _ in range(STEPS):
+        taken_s = time.perf_counter() - start
+    ends = [start]
+    for _ in range(EVERY):
         trainer.step(*next(batches))
-    trainer.finish_saving()
-    found["block_s"] = time.perf_counter() - start
-    found["cpu_s"] = time.process_time() - worked
-    return found
+        ends.append(time.perf_counter())
+    trainer.finish_saving()  # the last step's, if it is still being written
+    ends[-1] = time.perf_counter()
+    return {
+        "taken_s": taken_s,
+        "block_s": ends[-1] - start,
+        "steps_s": [round(end - begin, 4) for begin, end in pairwise(ends)],
+        "cpu_s": time.process_time() - worked,
+    }
 
 
 def filled(rule: Any, batches: Any, folder: Path) -> tuple[offbeat.Trainer, Any, Path]:
@@ -131,34 +139,39 @@ def main() -> None:
                     "round": number,
                     "without_s": blocks[None]["block_s"],
                     "with_s": blocks[folder]["block_s"],
+                    "steps_without_s": blocks[None]["steps_s"],
+                    "steps_with_s": blocks[folder]["steps_s"],
                     "cpu_without_s": blocks[None]["cpu_s"],
                     "cpu_with_s": blocks[folder]["cpu_s"],
                     "taken_s": blocks[folder]["taken_s"],
                     "bytes": size_of(folder),
                 }
                 rows.append(row)
-                print(json.dumps(row), flush=True)
+                print(rule, number, row["without_s"], row["with_s"], flush=True)
     summary = {}
     for rule in rules:
         of_rule = [row for row in rows if row["rule"] == rule]
-        ratios = [_over(row["with_s"], row["without_s"]) for row in of_rule]
-        cpu = [_over(row["cpu_with_s"], row["cpu_without_s"]) for row in of_rule]
+        ratios = [row["with_s"] / row["without_s"] for row in of_rule]
+        by_step = [
+            statistics.median(
+                row["steps_with_s"][n] / statistics.median(row["steps_without_s"])
+                for row in of_rule
+            )
+            for n in range(EVERY)
+        ]
+        cpu = [row["cpu_with_s"] / row["cpu_without_s"] for row in of_rule]
         low, _, high = statistics.quantiles(ratios, n=4)
         summary[rule] = {
-            "median_ratio": statistics.median(ratios),
-            "quartiles": [low, high],
+            "ratio_by_steps": statistics.fmean(by_step),
             "limit": LIMITS[rule],
+            "median_ratio_of_blocks": statistics.median(ratios),
+            "quartiles_of_blocks": [low, high],
             "median_cpu_ratio": statistics.median(cpu),
             "bytes": max(row["bytes"] for row in of_rule),
             "median_taken_s": statistics.median(row["taken_s"] for row in of_rule),
         }
     print(json.dumps(summary, indent=1))
     store(given.out, {"summary": summary, "rounds": rows})
-
-
-def _over(with_s: float, without_s: float) -> float:
-    """The time of 50 steps with a checkpoint over that without."""
-    return 1 + (with_s - without_s) / without_s * STEPS / EVERY
 
 
 def store(out: Path | None, results: dict[str, Any]) -> None:
@@ -169,7 +182,6 @@ def store(out: Path | None, results: dict[str, Any]) -> None:
         "batch": BATCH,
         "stages": STAGES,
         "every": EVERY,
-        "block": STEPS,
     }
     environment = {
         "torch": torch.__version__,

@@ -17,7 +17,9 @@ from offbeat import tensorfile
 from offbeat.checkpoints.folder import candidates, entry_of, partial_of, publish
 from offbeat.errors import CheckpointError
 
-_LOWEST = 19
+_NICENESS = 10
+"""A tenth of a busy core. With the lowest priority, 19, a checkpoint of several hundred megabytes
+was not done after 50 steps, and the next one had to wait for it (benchmarks/faults)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +146,13 @@ class Writer:
 
 
 def _step_back() -> None:
-    """Gives this thread the lowest priority: training goes on with as many threads as before.
+    """Gives this thread a low priority: training goes on with as many threads as before.
 
     On equal terms it would hold up one of them now and then, and with it all the others.
     """
     if sys.platform == "linux":  # elsewhere it would be the whole process
         with suppress(OSError):  # a sandbox may forbid it; then the checkpoint is written anyway
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _write_file(path: Path, value: Any) -> dict[str, Any]:
