@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +16,7 @@ from offbeat.zoo import resnet
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.accuracy import kernels
 from benchmarks.accuracy.ensemble import ensemble, side_by_side, summed_loss
 
 SEEDS = (3, 5, 8)
@@ -64,3 +66,16 @@ def test_each_network_of_an_ensemble_learns_what_it_learns_alone() -> None:
             torch.manual_seed(seed)
             alone = trained(resnet(8), F.cross_entropy, batches(seed))
             torch.testing.assert_close(found[:, place], alone(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_ensemble_s_operators_are_what_compilers_are_told(stride: int) -> None:
+    """Shapes, layouts and gradients of both, also where the input lies otherwise."""
+    x = torch.randn(2, 3 * 4, 6, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3 * 8, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    for images in (x, x.detach().to(memory_format=torch.channels_last).requires_grad_()):
+        torch.library.opcheck(kernels._forward, (images, weight, 3, stride))
+        dy = torch.randn_like(kernels._forward(images, weight, 3, stride)).detach()
+        plain = (images.detach(), weight.detach(), dy, 3, stride)
+        for wanted in (True, False):
+            torch.library.opcheck(kernels._backward, (*plain, wanted))

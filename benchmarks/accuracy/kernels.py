@@ -137,6 +137,13 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
+def _images(like: Tensor, *shape: int) -> Tensor:
+    """Memory for images, which lie channels last on every path: who compiles relies on it."""
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+    )
+
+
 def _launch_taps(x: Tensor, taps: Tensor, y: Tensor, stride: int, transposed: bool) -> None:
     networks, _, tile, c_out = taps.shape
     pixels = y.numel() // (networks * c_out)
@@ -147,16 +154,19 @@ def _launch_taps(x: Tensor, taps: Tensor, y: Tensor, stride: int, transposed: bo
     )  # fmt: skip
 
 
+def _output_shape(x: Tensor, weight: Tensor, stride: int) -> tuple[int, int, int, int]:
+    return len(x), len(weight), -(-x.shape[2] // stride), -(-x.shape[3] // stride)
+
+
 @torch.library.custom_op("offbeat_benchmarks::conv3x3", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, networks: int, stride: int) -> Tensor:
     if not _in_triton(x):
-        return F.conv2d(x, weight, stride=stride, padding=1, groups=networks)
+        return _channels_last(F.conv2d(x, weight, stride=stride, padding=1, groups=networks))
     x = _channels_last(x)
     # (networks, tap, in, out), the channels that go in filled up to a tile
     taps = weight.view(networks, -1, weight.shape[1], 9).permute(0, 3, 2, 1)
     missing = max(0, LEAST_CHANNELS - weight.shape[1])
-    shape = (len(x), len(weight), x.shape[2] // stride, x.shape[3] // stride)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    y = _images(x, *_output_shape(x, weight, stride))
     _launch_taps(x, F.pad(taps, (0, 0, 0, missing)).contiguous(), y, stride, transposed=False)
     return y
 
@@ -170,7 +180,7 @@ def _backward(
             dy, x, weight, None, [stride] * 2, [1, 1], [1, 1], False, [0, 0], networks,
             [wanted, True, False],
         )  # fmt: skip
-        return (dx if wanted else x.new_empty(0)), dw
+        return (_channels_last(dx) if wanted else x.new_empty(0)), dw.contiguous()
     x, dy = _channels_last(x), _channels_last(dy)
     by_network = weight.view(networks, -1, weight.shape[1], 9)
     dx = torch.empty_like(x) if wanted else x.new_empty(0)
@@ -188,7 +198,21 @@ def _backward(
         C_IN=c_in, C_TILE=tile, C_OUT=c_out, STRIDE=stride, BLOCK=PIXELS_AT_ONCE,
     )  # fmt: skip
     gradient = out.sum(0)[:, :, :c_in].permute(0, 3, 2, 1)
-    return dx, gradient.reshape(weight.shape).to(weight.dtype)
+    return dx, gradient.reshape(weight.shape).to(weight.dtype).contiguous()
+
+
+@_forward.register_fake
+def _shape_of_output(x: Tensor, weight: Tensor, networks: int, stride: int) -> Tensor:
+    del networks
+    return _images(x, *_output_shape(x, weight, stride))
+
+
+@_backward.register_fake
+def _shapes_of_gradients(
+    x: Tensor, weight: Tensor, dy: Tensor, networks: int, stride: int, wanted: bool
+) -> tuple[Tensor, Tensor]:
+    del dy, networks, stride
+    return (_images(x, *x.shape) if wanted else x.new_empty(0)), weight.new_empty(weight.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int, int], output: Tensor) -> None:

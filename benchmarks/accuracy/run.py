@@ -75,6 +75,7 @@ def jobs_of(arguments: argparse.Namespace, name: str) -> list[Job]:
                 "momentum": recipe.momentum,
                 "weight_decay": recipe.weight_decay,
                 "bf16": arguments.device.startswith("cuda"),
+                "compiled": arguments.compile,
             }
             job = partial(Job, **settings)
             plain = Cut(stages=1)
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--ways", default="*", help="of these sets, as in '1F1B*'; BP always")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--rows", type=int, default=60_000, help="training images, at most")
+    parser.add_argument("--compile", action="store_true", help="all stages, of BP as well")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--limit-s", type=float, default=1e6)

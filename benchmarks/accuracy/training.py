@@ -51,6 +51,7 @@ class Job:
     momentum: float
     weight_decay: float
     bf16: bool
+    compiled: bool = False
 
     @property
     def key(self) -> str:
@@ -65,7 +66,7 @@ class Job:
 
 def job_of(row: dict[str, Any]) -> Job:
     """The job of a stored row."""
-    values = {field.name: row[field.name] for field in fields(Job)}
+    values = {field.name: row[field.name] for field in fields(Job) if field.name in row}
     in_tuples: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
@@ -133,6 +134,7 @@ def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
         seed=job.seeds[0],
         autocast=torch.bfloat16 if job.bf16 else None,
         engine="streams" if streams else "serial",
+        compile=job.compiled,
     )
 
 

@@ -78,6 +78,9 @@ WAYS: dict[str, Way] = {
     "1F1B, M=8 + extrapolate": _always(PipeDream(accumulate=8), Extrapolate()),
     "1F1B, M=8 + extrapolate, gain 0.5": _always(PipeDream(accumulate=8), Extrapolate(gain=0.5)),
     "1F1B, M=8 + predict T=1": _always(PipeDream(accumulate=8), Predict(horizon=1.0)),
+    # the same with fewer of the parts late: 7 of 32 at the first stage where it was 7 of 8
+    "1F1B, M=32": _always(PipeDream(accumulate=32)),
+    "1F1B, M=32 + extrapolate": _always(PipeDream(accumulate=32), Extrapolate()),
     "1F1B, M=4": _always(PipeDream(accumulate=4)),
     "1F1B, M=2": _always(PipeDream(accumulate=2)),
     # lag up to 7
@@ -169,7 +172,7 @@ OPTIMIZERS: dict[str, Recipe] = {
     "adamw": Recipe((1e-3, 2e-3, 4e-3), _adamw(0.9)),
     "adamw .99": Recipe((5e-4, 1e-3, 2e-3), _adamw(0.99)),
     "nadamw .99": Recipe((5e-4, 1e-3, 2e-3), _nadamw),
-    "muon": Recipe((1e-3, 2e-3, 4e-3), _muon),
+    "muon": Recipe((2e-3, 4e-3, 8e-3), _muon),
 }
 
 
@@ -223,7 +226,13 @@ SETS: dict[str, Set] = {
     "target": Set(
         "Lag at most 1 by accumulation: at most 0.005 nats behind BP?",
         _each(
-            [BASELINE, "1F1B, M=8", "1F1B, M=8 + extrapolate", "1F1B, M=8 + predict T=1"],
+            [
+                BASELINE,
+                "1F1B, M=8",
+                "1F1B, M=8 + extrapolate",
+                "1F1B, M=32",
+                "1F1B, M=32 + extrapolate",
+            ],
             ["adamw", "muon"],
         ),
         5,
@@ -244,7 +253,13 @@ SETS: dict[str, Set] = {
     "between": Set(
         "Less accumulation, and extrapolation by half.",
         _each(
-            [BASELINE, "1F1B, M=4", "1F1B, M=2", "1F1B, M=8 + extrapolate, gain 0.5"],
+            [
+                BASELINE,
+                "1F1B, M=4",
+                "1F1B, M=2",
+                "1F1B, M=8 + extrapolate, gain 0.5",
+                "1F1B, M=8 + predict T=1",
+            ],
             ["adamw", "muon"],
         ),
         3,
