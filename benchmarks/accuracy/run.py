@@ -64,7 +64,7 @@ def jobs_of(arguments: argparse.Namespace, name: str) -> list[Job]:
     patterns = [pattern.strip() for pattern in arguments.ways.split(";")]
     ways = [way for way in of.ways if any(fnmatch(way, pattern) for pattern in patterns)]
     made = []
-    for seeds in of.seeds:
+    for seeds in of.seeds[: arguments.groups]:
         for rate in of.rates:
             settings = {
                 "network": of.network,
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"), help="appended to")
     parser.add_argument("--only", nargs="+", choices=SETS, required=True, help="sets of runs")
     parser.add_argument("--ways", default="*", help="of these sets, as in '1F1B*'; BP always")
+    parser.add_argument("--groups", type=int, help="of seeds; by default all of a set")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--rows", type=int, default=60_000, help="training images, at most")
     parser.add_argument("--compile", action="store_true", help="all stages, of BP as well")

@@ -115,8 +115,9 @@ class LateLedger:
         rows = [self._rows.popleft() for _ in range(len(self._rows) if count is None else count)]
         if not rows:
             return
-        for row in rows:
-            row[5].event.synchronize()
+        # Ends of one kind and stage come one after the other: the last of each stands for all.
+        for end in {(kind, stage): end for kind, stage, _, _, _, end, _, _ in rows}.values():
+            end.event.synchronize()
         known = [row[6] for row in rows if row[6] is not None]
         losses = iter(torch.stack(known).tolist() if known else ())
         for kind, stage, batch, version, start, end, loss, replica in rows:
