@@ -134,9 +134,10 @@ def test_auto_does_not_split_small_batches_to_nothing() -> None:
     plan = plan_for(8, "momentum", Auto(batch=16))
     assert plan.method == PipeDream(accumulate=2)
     assert plan.corrections == ("spike-compensation",)
+    assert plan_for(16, "momentum", Auto(batch=8)).corrections == ()  # a lag of 15
     late = plan_for(8, "adam", Auto(batch=16))
     assert late.corrections == ()
-    assert "none has been shown to help at a lag of 4" in str(late)
+    assert "none has been measured at a lag of 4" in str(late)
     assert "more parts of 16 rows would have fewer than 8" in str(plan)
     assert plan_for(1).method == Synchronous()
 
@@ -173,6 +174,14 @@ def test_corrections_of_one_s_own_win_over_auto_s() -> None:
         (lambda p: [torch.optim.Muon(p, lr=0.1)], "muon"),
         (lambda p: [torch.optim.Muon(p[:1], lr=0.1), torch.optim.AdamW(p[1:])], "muon"),
         (lambda p: [torch.optim.Muon(p[:1], lr=0.1), torch.optim.SGD(p[1:], lr=0.1)], "other"),
+        (
+            lambda p: [
+                torch.optim.SGD([{"params": [q]} for q in p], lr=0.1, momentum=0.9),
+                torch.optim.RMSprop(p),
+            ],
+            "other",
+        ),
+        (lambda p: [], "other"),
         (lambda p: p[7], "other"),
     ],
 )

@@ -146,7 +146,9 @@ class PretendedRecording:
             return None
         settings = [g for o in stage.optimizers for g in o.param_groups]
         numbers = [{k: v for k, v in group.items() if k != "params"} for group in settings]
-        remembered = [tensor.data_ptr() for tensor in stage.corrector._memory()]
+        remembered = [
+            t.data_ptr() for t in (*stage.corrector._memory(), *(stage.corrector._before or ()))
+        ]
         return stage.corrector.lag_at(stage.version), numbers, remembered
 
     def replay(self) -> None:
@@ -256,6 +258,28 @@ def test_a_correction_with_new_memory_is_recorded_anew() -> None:
     """The second phase has larger lags, and passes the first one's while it fills."""
     method = Phases((PipeDream(cap=1), 12), (PipeDream(), None))
     compare(cnn(), image_batches(30), method, cuts=[3, 6], corrections=[Extrapolate()])
+
+
+def test_a_correction_with_new_memory_is_recorded_anew_also_without_lag() -> None:
+    """Phases of one step: all updates are first ones, and alike but for where hooks remember."""
+    phases = [(PipeDream(cap=1 + number % 2), 1) for number in range(8)]
+    method = Phases(*phases, (PipeDream(cap=1), None))
+    compare(cnn(), image_batches(16), method, cuts=[3, 6], corrections=[Extrapolate()])
+
+
+def test_a_rate_on_the_cpu_that_changes_in_place_is_never_an_older_one() -> None:
+    def optimizer(params: Any) -> Any:
+        return torch.optim.SGD(params, lr=torch.tensor(0.1, dtype=torch.float64), momentum=0.9)
+
+    def scheduler(made: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(made, lambda n: 1 / (1 + n))
+
+    trainer = trainer_for(
+        cnn(), PipeDream(), cuts=[3, 6], engine="streams", optimizer=optimizer, scheduler=scheduler
+    )
+    for x, y in image_batches(12):
+        trainer.step(x, y)
+    assert all(stage._stepping is None for stage in stages_of(trainer))
 
 
 @pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
@@ -529,6 +553,29 @@ def test_exact_checkpoints_pass_between_engines(
     assert_same_bits(again.state_dict(), whole.state_dict())
     ours = again if engines[1] == "streams" else whole
     assert all(stage._stepping is not None for stage in stages_of(ours))
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("method", [PipeDream(), ADL(accumulate=3)], ids=lambda m: m.name)
+def test_a_trainer_that_has_run_can_resume(tmp_path: Path, method: Any, steps: int) -> None:
+    """Nothing that was recorded, or seen, before counts for the state that comes back."""
+    batches = image_batches(20, rows=6)
+
+    def build(engine: Any) -> offbeat.Trainer:
+        return trainer_for(cnn(), method, cuts=[3, 6], engine=engine)
+
+    whole, ours = build("serial"), build("streams")
+    for x, y in batches[:steps]:
+        whole.step(x, y)
+        ours.step(x, y)
+    ours.save(tmp_path, wait=True)
+    for x, y in batches[steps:]:
+        whole.step(x, y)
+    for length in (5, 13, 20 - steps):  # back to the same place, again and again
+        ours.resume(tmp_path)
+        for x, y in batches[steps : steps + length]:
+            ours.step(x, y)
+    assert_same_bits(ours.state_dict(), whole.state_dict())
 
 
 @unrecorded_updates

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Of 1, 2, ... degrees of freedom: 95 % lie within so many standard errors."""
-NORMAL = 1.96
+NORMAL = 1.959964
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,20 @@ def half_width(values: list[float]) -> float | None:
     if len(values) < 2:
         return None
     freedom = len(values) - 1
-    t = STUDENT[freedom - 1] if freedom <= len(STUDENT) else NORMAL
-    return t * stdev(values) / math.sqrt(len(values))
+    return student(freedom) * stdev(values) / math.sqrt(len(values))
+
+
+def student(freedom: int) -> float:
+    """Student's t; beyond the table by its series, which has three digits right from there on.
+
+    >>> round(student(20), 3), round(student(60), 3)
+    (2.086, 2.0)
+    """
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
+    z = NORMAL
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / freedom + second / freedom**2
 
 
 def table(rows: list[Row]) -> str:

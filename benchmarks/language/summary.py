@@ -129,7 +129,7 @@ def text_of(rows: Sequence[Row]) -> str:
 
 def tuning_table(rows: Sequence[Row]) -> str:
     lines = ["| optimizer | learning rates: loss of BP, seed 0 | chosen |", "|---|---|---|"]
-    for optimizer, recipe in OPTIMIZERS.items():
+    for optimizer in OPTIMIZERS:
         losses = {
             row["lr"]: loss_of(row)
             for row in rows
@@ -138,7 +138,7 @@ def tuning_table(rows: Sequence[Row]) -> str:
         if not losses:
             continue
         best = min(losses, key=losses.__getitem__)
-        edge = " (at the edge)" if best in (recipe.rates[0], recipe.rates[-1]) else ""
+        edge = " (at the edge)" if best in (min(losses), max(losses)) else ""
         cells = [f"{lr:g}: {_loss(losses[lr])}" for lr in sorted(losses)]
         lines.append(f"| {optimizer} | {', '.join(cells)} | {best:g}{edge} |")
     return "\n".join(lines)

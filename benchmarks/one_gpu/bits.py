@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
 from offbeat.corrections import CORRECTIONS, ClipPerStage, Rewind
+from offbeat.graphs import GraphStage
 from offbeat.methods import ADL, DSP, METHODS, Method, Phases, PipeDream, StaleWeights, Synchronous
 from offbeat.zoo import gpt, resnet
 
@@ -263,6 +264,11 @@ def train(case: Case, engine: Any) -> dict[str, Any]:
         "scores": scores,
         "lags": [ledger.lags(stage) for stage in range(4)],
         "state": {name: value.cpu() for name, value in trainer.state_dict().items()},
+        "unrecorded": [
+            worker.stage.index
+            for worker in trainer._workers
+            if isinstance(worker.stage, GraphStage) and not worker.stage._records
+        ],
         "seconds": time.perf_counter() - start,
     }
 
@@ -293,7 +299,9 @@ def main() -> None:
                 traceback.print_exc()
                 continue
         same = [
-            key for key in serial if key not in ("state", "seconds") and serial[key] == ours[key]
+            key
+            for key in ("losses", "recorded losses", "scores", "lags")
+            if serial[key] == ours[key]
         ]
         rows.append(
             {
@@ -303,6 +311,7 @@ def main() -> None:
                 "differing elements": differing(serial["state"], ours["state"]),
                 "elements": sum(value.numel() for value in ours["state"].values()),
                 "also the same": same,
+                "stages that could not be recorded": ours["unrecorded"],
                 "seconds": {"serial": serial["seconds"], "streams": ours["seconds"]},
                 "messages": sorted({str(w.message) for w in caught if w.category is UserWarning}),
             }

@@ -117,6 +117,7 @@ class GraphStage(Stage):
         self._update_records = True
         self._changes = 0
         self._stepping: tuple[tuple[Any, ...], Recording] | None = None
+        self._last_numbers: tuple[Any, ...] | None = None
         self._forget_recordings()
         super().__init__(index, module, **settings)
 
@@ -166,7 +167,7 @@ class GraphStage(Stage):
         self._kinds.clear()
         self._gathered = 0
         self._clip_to = None
-        self._stepping = None  # optimizers may have been given another state
+        self._stepping, self._last_numbers = None, None  # optimizers may have got another state
 
     def _forget_recordings(self) -> None:
         self._seen: Counter[_Kind] = Counter()
@@ -178,7 +179,7 @@ class GraphStage(Stage):
         """The sum over a step's micro-batches, where it has several."""
         self._adding: tuple[Recording, Recording] | None = None
         self._stepping = None
-        self._last_numbers: tuple[Any, ...] | None = None
+        self._last_numbers = None
 
     # ---------------------------------------------------------------- the three operations
 
@@ -568,16 +569,16 @@ class GraphStage(Stage):
         return recording
 
     def _numbers(self) -> tuple[Any, ...]:
-        """What a recorded update has built in: every number of every optimizer, and the clip."""
+        """What a recorded update has built in: every optimizer's numbers, clip, lag, addresses."""
         groups = [
-            [id(value) if isinstance(value, Tensor) else value for value in group.values()]
+            [_built_in(value) for value in group.values()]
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
-        # A fill may give corrections new memory; its first update, without lag, sees to it that
-        # nothing recorded before is replayed on the old one.
-        lag = self.corrector.lag_at(self.version) if self.corrector.active else None
-        return (self._clip_to, self._gathered > 1, lag, *groups)
+        corrected = None
+        if self.corrector.active:
+            corrected = (self.corrector.lag_at(self.version), self.corrector.made)
+        return (self._clip_to, self._gathered > 1, corrected, *groups)
 
     def _say_unrecorded(self, reason: str) -> None:
         warnings.warn(
@@ -615,7 +616,11 @@ class GraphStage(Stage):
         return super().snapshot()
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+        self._forget_recordings()  # gradients will lie elsewhere
+        self.lane.wait_for_caller()
+        with self.lane.entered():  # autograd goes back where it went forward
+            super().restore(state)
+        self.lane.caller_waits()
         for batch, flight in self._flights.items():
             inputs = nest.tensors(flight.given if flight.leaves is None else flight.leaves)
             self._addresses[batch] = [None] * len(inputs)
@@ -639,6 +644,13 @@ class GraphStage(Stage):
             + sum(copy.nbytes for slot in taken for copy in slot.copies.values()),
             in_flight_bytes=found.in_flight_bytes + sum(slot.bytes for slot in taken),
         )
+
+
+def _built_in(value: Any) -> Any:
+    """A number, or the place of one that is on the device; on the CPU it may change in place."""
+    if not isinstance(value, Tensor):
+        return value
+    return float(value) if value.device.type == "cpu" and value.numel() == 1 else id(value)
 
 
 def _counts_on_device(optimizer: Optimizer) -> bool:

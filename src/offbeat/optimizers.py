@@ -75,13 +75,15 @@ def kind_of(optimizer: OptimizerFactory) -> OptimizerKind:
 
 
 def _kind_of_all(found: Sequence[Any]) -> OptimizerKind:
+    if not found:
+        return "other"
     if all(isinstance(o, Adam | AdamW) for o in found):
         return "adam"
     if all(isinstance(o, Adam | AdamW | torch.optim.Muon) for o in found):
         return "muon"
-    groups = [group for o in found if isinstance(o, SGD) for group in o.param_groups]
-    plain = [g["momentum"] and not g["nesterov"] and not g["dampening"] for g in groups]
-    return "momentum" if plain and all(plain) and len(groups) >= len(found) else "other"
+    groups = [group for o in found for group in o.param_groups]
+    plain = [g.get("momentum") and not g.get("nesterov") and not g.get("dampening") for g in groups]
+    return "momentum" if all(isinstance(o, SGD) for o in found) and all(plain) else "other"
 
 
 def _check_optimizers(stage: Stage) -> None:

@@ -15,13 +15,15 @@ _LEAST_ROWS = 8
 _MOST_LAG: dict[OptimizerKind, int] = {"momentum": 2, "adam": 1, "muon": 1, "other": 1}
 _SPIKE = (
     "spike compensation: gave a ResNet-20 back half of what a lag of 7 costs and all of what one of"
-    " 2 does, and takes no memory"
+    " 2 does, and keeps no copies of weights"
 )
+_SPIKE_MEASURED = 7
+"""The largest lag at which that has been measured."""
 _EXTRAPOLATE: dict[OptimizerKind, str] = {
-    "adam": "extrapolate: gave a small GPT with AdamW back five sixths of what a lag of 1 costs,"
-    " for two copies of the weights",
-    "muon": "extrapolate: gave a small GPT with Muon back two thirds of what a lag of 1 costs, for"
-    " two copies of the weights",
+    "adam": "extrapolate: gave a small GPT with AdamW back five sixths of what a lag of 1 costs"
+    " (two short runs), for two copies of the weights",
+    "muon": "extrapolate: gave a small GPT with Muon back two thirds of what a lag of 1 costs"
+    " (two short runs), for two copies of the weights",
 }
 
 
@@ -132,12 +134,12 @@ def _why_parts(parts: int, lags: tuple[int, ...], most: int, auto: Auto) -> str:
 
 def _corrections_for(optimizer: OptimizerKind, lag: int) -> tuple[tuple[str, ...], str]:
     """By name, and why: what docs/which-correction.md has measured, and nothing else."""
-    if optimizer == "momentum":
+    if optimizer == "momentum" and lag <= _SPIKE_MEASURED:
         return ("spike-compensation",), _SPIKE
     if optimizer in _EXTRAPOLATE and lag <= _MOST_LAG[optimizer]:
         return ("extrapolate",), _EXTRAPOLATE[optimizer]
-    where = f"at a lag of {lag}" if optimizer in _EXTRAPOLATE else "for this optimizer"
-    return (), f"no correction: none has been shown to help {where}; try extrapolate or predict"
+    where = "for this optimizer" if optimizer == "other" else f"at a lag of {lag}"
+    return (), f"no correction: none has been measured {where}; try extrapolate or predict"
 
 
 def least_depths(

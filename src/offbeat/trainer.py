@@ -431,9 +431,12 @@ class Trainer:
                 run_alone(worker)
 
     def _read_monitors(self) -> None:
-        for stage in (worker.stage for worker in self._workers):
-            for what, value in stage.corrector.readings(stage.version):
-                self._readings.record(what, stage.index, stage.replica, stage.version, value)
+        stages = [worker.stage for worker in self._workers]
+        due = [stage for stage in stages if stage.corrector.due(stage.version)]
+        with self._joined() if due else nullcontext():
+            for stage in due:
+                for what, value in stage.corrector.readings(stage.version):
+                    self._readings.record(what, stage.index, stage.replica, stage.version, value)
 
     def _enter_next_phase(self) -> None:
         updates = self._phases[0][1]

@@ -88,9 +88,9 @@ class Hook:
     """Whether ``gradients`` wants the weights that the forward used."""
     needs_before = False
     """Whether ``after_step`` or ``observe`` wants the weights before the step."""
-    repeats = True
-    """Whether updates of one lag are the same work each time, so that one of them can be recorded
-    and replayed."""
+    repeats = False
+    """Whether updates of one lag and learning rate are the same work each time, so that one of them
+    can be recorded and replayed."""
 
     def rate(self, moment: Moment) -> float:
         """Factor on the learning rate."""

@@ -49,6 +49,8 @@ class ClipPerStage(Correction):
 
 
 class Clipping(Hook):
+    repeats = True
+
     def __init__(self, settings: ClipPerStage, around: Surroundings) -> None:
         self._settings = settings
         self._parameters = around.parameters

@@ -68,6 +68,8 @@ class Corrector:
         self._parameters = tuple(parameters)
         self._fill: Fill | None = None
         self._hooks: list[Hook] = []
+        self.made = 0
+        """How often hooks have been made: each time with new memory."""
         self._groups: list[Group] = []
         self._read: ReadWeights | None = None
         self._before: Tensors | None = None
@@ -94,6 +96,7 @@ class Corrector:
 
     def _make_hooks(self, fill: Fill, optimizers: Sequence[Optimizer]) -> None:
         self._groups = groups_of(optimizers)
+        self.made += 1
         around = Surroundings(
             stage=self._stage,
             stages=self._stages,
@@ -258,11 +261,15 @@ class Corrector:
 
     # ---------------------------------------------------------------- monitors
 
-    def readings(self, version: int) -> list[tuple[What, float]]:
-        """What the monitor reads, once at each version at which it is due."""
+    def due(self, version: int) -> bool:
+        """Whether the monitor is to be read, once at each version."""
         if self._watch is None or version in (0, self._last_read):
-            return []
-        if version % self._watch.settings.every:
+            return False
+        return version % self._watch.settings.every == 0
+
+    def readings(self, version: int) -> list[tuple[What, float]]:
+        """What the monitor reads, if it is due."""
+        if self._watch is None or not self.due(version):
             return []
         self._last_read = version
         return list(self._watch.readings())

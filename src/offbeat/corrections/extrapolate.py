@@ -38,6 +38,7 @@ class Extrapolate(Correction):
 
 class Extrapolation(Hook):
     needs_before = True
+    repeats = True
 
     def __init__(self, settings: Extrapolate, around: Surroundings) -> None:
         self._gain = settings.gain

@@ -44,6 +44,8 @@ class MomentumByLag(Correction):
 
 
 class _Momentum(Hook):
+    repeats = True
+
     def __init__(self, settings: MomentumByLag, around: Surroundings) -> None:
         self._towards = settings.towards
         self._stages = around.stages

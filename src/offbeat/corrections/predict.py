@@ -79,6 +79,7 @@ class Predict(Correction):
 
 class Prediction(Hook):
     predicts = True
+    repeats = True
 
     def __init__(self, settings: Predict, around: Surroundings) -> None:
         self._settings = settings

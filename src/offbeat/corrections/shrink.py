@@ -34,4 +34,10 @@ class Shrink(Correction):
 
     def hook(self, around: Surroundings) -> Hook:
         del around
-        return Hook()
+        return _Shrinking()
+
+
+class _Shrinking(Hook):
+    """Nothing to do: the stage shrinks what arrives."""
+
+    repeats = True

@@ -36,6 +36,8 @@ class SpikeCompensation(Correction):
 class Spike(Hook):
     """Rewrites a step of SGD, Adam or AdamW with more of the newest gradient in it."""
 
+    repeats = True
+
     def __init__(self, name: str, around: Surroundings, *, most: int | None = None) -> None:
         for group in around.groups:
             known = (group.is_sgd and group.plain) or group.is_adam
