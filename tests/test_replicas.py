@@ -70,6 +70,7 @@ def test_processes_give_the_bits_of_one(todo: list[Job]) -> None:
                 assert ours[name] == alone[name], (job, rank, name)
 
 
+@pytest.mark.long
 def test_all_reduce_in_fast_mode_is_close() -> None:
     """An all-reduce may sum in another order, so it is compared with a tolerance."""
     averagings: list[Averaging] = [AllReduce(exact=False), DaSGD(3, 1, exact=False)]

@@ -222,7 +222,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "Did you mean 'epochs'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_keeps_what_was_reached(tmp_path: Path, processes: int) -> None:
     out = tmp_path / "run"
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else []
