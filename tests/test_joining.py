@@ -180,7 +180,7 @@ class Returning(Network):
         return found
 
 
-@pytest.mark.parametrize("deaths", [0, 1, 2])
+@pytest.mark.parametrize("deaths", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 2])
 def test_all_agree_on_every_average_around_a_return(
     deaths: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,7 +225,9 @@ def test_a_value_that_never_comes_is_missed_with_words() -> None:
     assert "give the trainer a longer timeout" in words
 
 
-@pytest.mark.parametrize("action", ["0F2", "1B0", "2U3"])
+@pytest.mark.parametrize(
+    "action", ["0F2", *(pytest.param(a, marks=pytest.mark.long) for a in ("1B0", "2U3"))]
+)
 def test_a_killed_process_ends_the_others_with_words(action: str) -> None:
     with pytest.raises(WorkerLost, match=f"rank {action[0]} ended with signal SIGKILL"):
         offbeat.launch(jobs.run_with, 3, Faults().kill(action), timeout_s=60)
@@ -298,7 +300,9 @@ def test_the_same_script_under_torchrun_gives_the_same_bits(script: Path, tmp_pa
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "ended_by", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_ctrl_c_ends_all_processes(script: Path, tmp_path: Path, ended_by: int) -> None:
     command = [*TORCHRUN, "3", str(script), str(tmp_path / "x.pt"), "100000", "0.01"]
     with subprocess.Popen(

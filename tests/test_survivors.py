@@ -216,7 +216,9 @@ class Network:
         return found
 
 
-@pytest.mark.parametrize("deaths", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "deaths", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 2, 3]
+)
 def test_all_who_are_left_agree_whatever_had_arrived(
     deaths: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
