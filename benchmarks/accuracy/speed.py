@@ -11,10 +11,9 @@ import json
 from functools import partial
 from pathlib import Path
 
-import torch
 from benchmarks.accuracy.configurations import OF_THE_TABLE, SETS
 from benchmarks.one_gpu.contestants import Step, graph
-from benchmarks.one_gpu.run import Contestant, compete
+from benchmarks.one_gpu.run import Contestant, compete, result_of
 from benchmarks.one_gpu.workloads import Workload
 
 import offbeat
@@ -51,14 +50,7 @@ def main() -> None:
     rows = compete(contestants, arguments.turns)
     for contestant in contestants.values():
         contestant.leave()
-    found = {
-        "workload": WORKLOAD,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "offbeat": offbeat.__version__,
-        "rows": rows,
-    }
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(result_of(WORKLOAD, rows), indent=1) + "\n")
     for name, row in rows.items():
         said = row.get("error") or f"{row['ms']:.2f} ms, {rows['BP']['ms'] / row['ms']:.2f} of BP"
         print(f"{name:24} {said}", flush=True)

@@ -136,6 +136,17 @@ def compete(contestants: dict[str, Contestant], turns: int) -> dict[str, dict[st
     return rows
 
 
+def result_of(workload: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is stored of a contest: its rows, and where they were measured."""
+    return {
+        "workload": workload,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "offbeat": offbeat.__version__,
+        "rows": rows,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed on one GPU.")
     parser.add_argument("workloads", nargs="+", choices=list(WORKLOADS))
@@ -168,15 +179,8 @@ def main() -> None:
         rows = compete(contestants, arguments.turns)
         for contestant in contestants.values():
             contestant.leave()
-        result = {
-            "workload": workload,
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "offbeat": offbeat.__version__,
-            "rows": rows,
-        }
         with arguments.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+            file.write(json.dumps(result_of(workload, rows)) + "\n")
         base = rows["graph"].get("ms", float("nan"))
         for name, row in rows.items():
             said = row.get("error") or f"{row['ms']:8.3f} ms {base / row['ms']:6.2f} of graph"

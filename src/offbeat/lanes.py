@@ -47,9 +47,9 @@ _innermost = _Innermost()
 
 @contextmanager
 def entered(stream: torch.cuda.Stream) -> Iterator[None]:
-    """As ``torch.cuda.stream``, which asks PyTorch for the current stream only where we don't know.
+    """``torch.cuda.stream``, without asking which stream to return to where that is known.
 
-    A step asks a hundred times, and asking costs the CPU more than launching does.
+    A step would ask a hundred times, and asking costs the CPU more than launching does.
     """
     before = _innermost.stream
     _innermost.stream = stream
