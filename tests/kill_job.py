@@ -37,8 +37,10 @@ Plan = dict[str, Any]
 Mark = Callable[[str], None]
 
 
-def train(mark: Mark, join_s: float | None, stages: int = 3, replicas: int = 1) -> None:
-    """What a user writes, without an end. Replicas just train, and never come to an average."""
+def train(
+    mark: Mark, join_s: float | None, stages: int = 3, replicas: int = 1, just_train: bool = False
+) -> None:
+    """What a user writes, without an end. Replicas never come to an average."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4)]
     batches = [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(8)]
@@ -59,7 +61,7 @@ def train(mark: Mark, join_s: float | None, stages: int = 3, replicas: int = 1) 
         mark("training")
         for x, y in trainer.batches(4 * batches):
             trainer.step(x, y)
-        if replicas > 1:
+        if just_train:
             continue
         mark("evaluation")
         for _ in range(8):
@@ -174,7 +176,8 @@ def main() -> None:
             pids.append(os.fork())
             if pids[-1] == 0:
                 become(rank, ranks, port, files[rank])
-                train(marker(rank, marks, plan), plan.get("join_s"), stages, replicas)
+                mark, just_train = marker(rank, marks, plan), plan.get("just_train", False)
+                train(mark, plan.get("join_s"), stages, replicas, just_train)
         hit = kill(plan, pids[plan["rank"]], marks)
         ends = watch(pids, plan["limit_s"])
         report = {

@@ -144,10 +144,10 @@ class Board:
                 raise WorkerLost(_GIVEN_UP)
             if self._row is not None and not own and self.is_dead(rank // self._row):
                 return LOST
+            if (failure := self.failure()) is not None:  # first: a broken connection may follow
+                raise failure
             if self._edges is not None and self._edges.failure is not None:
                 raise self._edges.failure
-            if (failure := self.failure()) is not None:
-                raise failure
             if time.monotonic() > deadline:
                 raise WorkerLost(
                     f"rank {self._rank} has waited {self._timeout_s:g} s"
@@ -167,14 +167,21 @@ class Board:
     def is_dead(self, life: int) -> bool:
         return bool(self._store.check([f"dead/{life}"]))
 
-    def say_gone(self, why: str) -> None:
+    def say_gone(self, why: str) -> WorkerLost | None:
         """Ends every wait of those who cannot go on without this process, which ends now.
 
         Not all of them have a connection to it that would break: without this they would notice
         only at the next average, and might wait for each other until then.
+
+        Returns what came first, if that happened in another process.
         """
         note = json.dumps([self._rank, why])
-        _answer(lambda: self._store.compare_set(self._gone, "", note))
+
+        def say() -> WorkerLost | None:
+            self._store.compare_set(self._gone, "", note)
+            return self.failure()
+
+        return _answer(say)
 
     def notes(self) -> Notes:
         return Notes(self._store, self._rank, self._size, self._row, self._gone)

@@ -475,10 +475,17 @@ class Processes:
         return self._board.stop_at is not None and step >= self._board.stop_at
 
     def report(self, error: BaseException) -> None:
-        """Tells the others why this process ends, unless one of them told us."""
-        if not isinstance(error, WorkerLost):
+        """Tells the others why this process ends, unless one of them told us.
+
+        A connection also breaks because the process behind it has heard of another's end first:
+        then the error says what began it.
+        """
+        lost = isinstance(error, WorkerLost)
+        if not lost:
             self._board.report("".join(traceback.format_exception(error)))
-        self._board.say_gone(str(error))
+        first = self._board.say_gone(str(error))
+        if lost and first is not None and str(first) != str(error):
+            error.add_note(f"offbeat: {first}")
         self.transport.fail(WorkerLost("this process failed earlier."))
 
 
