@@ -42,6 +42,7 @@ LAYERS: list[set[str]] = [
         "guards",
         "averaging",
         "lanes",
+        "updates",
         "graphs",
         "compiled",
         "corrections",

@@ -43,7 +43,7 @@ from offbeat.corrections import (
 )
 from offbeat.errors import ConfigurationError, GuardError, StageError
 from offbeat.experiment import Experiment
-from offbeat.graphs import GraphStage, _counts_on_device
+from offbeat.graphs import GraphStage
 from offbeat.guards import Guards
 from offbeat.lanes import NotRecordable
 from offbeat.ledger import Ledger
@@ -52,6 +52,7 @@ from offbeat.optimizers import Muon
 from offbeat.rng import seeded
 from offbeat.training import optimizer_factory
 from offbeat.transport.memory import Memory
+from offbeat.updates import counts_on_device
 
 CPU = torch.device("cpu")
 real_check = checks.check_streams
@@ -117,7 +118,7 @@ class PretendedLane:
         for optimizer in stage.optimizers:
             found += [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
         found += stage.corrector._memory()
-        for places in (stage._fresh, stage._sums):
+        for places in (stage._gathered.newest, stage._gathered.sums):
             found += [place for place in places or () if place is not None]
         return found
 
@@ -256,7 +257,7 @@ def test_a_corrected_update_is_recorded_unless_it_changes(correction: Any, recor
     for x, y in image_batches(12):
         trainer.step(x, y)
     late = [stage for stage, lag in zip(stages_of(trainer), trainer.lags, strict=True) if lag]
-    assert [stage._stepping is not None for stage in late] == [recorded] * 2
+    assert [stage._recorded_update.made for stage in late] == [recorded] * 2
 
 
 def test_a_correction_with_new_memory_is_recorded_anew() -> None:
@@ -278,7 +279,7 @@ def test_a_rate_on_the_cpu_that_changes_in_place_is_never_an_older_one() -> None
     )
     for x, y in image_batches(12):
         trainer.step(x, y)
-    assert all(stage._stepping is None for stage in stages_of(trainer))
+    assert all(not stage._recorded_update.made for stage in stages_of(trainer))
 
 
 @pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
@@ -307,7 +308,7 @@ def test_numbers_that_change_are_never_those_of_an_older_recording() -> None:
         trainer = compare(
             cnn(), image_batches(45), StaleWeights(), scheduler=scheduler, cuts=[3, 6]
         )
-    assert all(stage._stepping is None for stage in stages_of(trainer))
+    assert all(not stage._recorded_update.made for stage in stages_of(trainer))
 
 
 def test_dropout_draws_the_serial_numbers() -> None:
@@ -496,7 +497,7 @@ def test_optimizers_of_the_command_line_can_be_recorded() -> None:
         experiment = Experiment.read({"optimizer": name, "engine": "streams", "lr": 0.01})
         made = optimizer_factory(experiment)([nn.Parameter(torch.ones(2, 2))])
         for optimizer in made if isinstance(made, list) else [made]:
-            assert _counts_on_device(optimizer)
+            assert counts_on_device(optimizer)
             assert torch.is_tensor(optimizer.param_groups[0]["lr"])
 
 
@@ -551,7 +552,7 @@ def test_exact_checkpoints_pass_between_engines(
     again, whole = interrupted(tmp_path, build, "cnn", engines)
     assert_same_bits(again.state_dict(), whole.state_dict())
     ours = again if engines[1] == "streams" else whole
-    assert all(stage._stepping is not None for stage in stages_of(ours))
+    assert all(stage._recorded_update.made for stage in stages_of(ours))
 
 
 def test_graphs_are_put_back_in_the_stage_s_own_lane(

@@ -28,14 +28,13 @@ in :class:`Stage`, in the same lane.
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Muon, Optimizer
 
 from offbeat import nest
 from offbeat.errors import StageError
@@ -44,16 +43,20 @@ from offbeat.memory import StageMemory, Storages
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.stage import Flight, Stage
+from offbeat.updates import (
+    GatheredGradients,
+    Numbers,
+    RecordedUpdate,
+    copy_all,
+    numbers_of,
+    tensors_of,
+)
 from offbeat.versions import Graph, Saved, SavedActivation, weights_set_to
 
 _WARM_UP = 2
 """Times a kind of batch runs unrecorded first: libraries choose and allocate on first use."""
 _MOST_KINDS = 4
 """Kinds of batches (shapes, layouts, shares) that are recorded; others run unrecorded."""
-_COUNT_NOTHING = (SGD, Muon)
-"""Optimizers whose step is the same work each time, so that they need no ``capturable``."""
-_PATIENCE = 20
-"""Updates with new numbers each, after which the user is told what that costs."""
 
 _Kind = tuple[Any, ...]
 
@@ -113,11 +116,8 @@ class GraphStage(Stage):
         self._stashed_weights: list[nn.Parameter] = []
         self._followed: tuple[Any, ...] = ()
         self._clip_to: float | None = None
-        self._gathered = 0
-        self._update_records = True
-        self._changes = 0
-        self._stepping: tuple[tuple[Any, ...], Recording] | None = None
-        self._last_numbers: tuple[Any, ...] | None = None
+        self._gathered = GatheredGradients()
+        self._recorded_update = RecordedUpdate()
         self._forget_recordings()
         super().__init__(index, module, **settings)
 
@@ -165,21 +165,16 @@ class GraphStage(Stage):
         self._taken.clear()
         self._addresses.clear()
         self._kinds.clear()
-        self._gathered = 0
+        self._gathered.count = 0
         self._clip_to = None
-        self._stepping, self._last_numbers = None, None  # optimizers may have got another state
+        self._recorded_update.forget()  # optimizers may have got another state
 
     def _forget_recordings(self) -> None:
         self._seen: Counter[_Kind] = Counter()
         self._free: dict[_Kind, deque[_Slot]] = {}
         self._pool: Pool | None = None
-        self._fresh: list[Tensor | None] | None = None
-        """The gradient of the newest micro-batch, per parameter."""
-        self._sums: list[Tensor | None] | None = None
-        """The sum over a step's micro-batches, where it has several."""
-        self._adding: tuple[Recording, Recording] | None = None
-        self._stepping = None
-        self._last_numbers = None
+        self._gathered.forget_places()
+        self._recorded_update.forget()
 
     # ---------------------------------------------------------------- the three operations
 
@@ -210,7 +205,7 @@ class GraphStage(Stage):
         slot.version, slot.lent = self.version, weights is not None
         if self.corrector.predicts:
             used = self._trainable if weights is None else weights
-            _copy_all(slot.copies.values(), used)
+            copy_all(slot.copies.values(), used)
         _copy(slot.given, given)
         _copy(slot.target, target)
         if slot.draws:
@@ -241,12 +236,12 @@ class GraphStage(Stage):
         if slot.flown is not None:
             self.back.wait(slot.flown)
         self._take(gradients, slot)
-        self._make_room()
+        self._gathered.make_room()
         if slot.draws and self._rule == "recompute":
             self.lane.seed(self._seed_of(batch))
         slot.backward.replay()
         self.corrector.arrived(batch)
-        self._gather()
+        self._gathered.add(self._where_to_record)
         sent = _delivered(slot.sent, places)
         slot.landed = self._mark(self.back)
         self._free[slot.kind].append(slot)
@@ -265,7 +260,7 @@ class GraphStage(Stage):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._gathered = 0
+        self._gathered.count = 0
 
     def gradient_norms(self) -> Tensor:
         if not self._recording:
@@ -276,12 +271,12 @@ class GraphStage(Stage):
         if self._flown is not None:
             self.back.wait(self._flown)  # forwards read the weights that are written now
         self._save_version_in_use()
-        recording = self._recorded_update() if self._gathered else None
+        recording = self._update_recording()
         if recording is None:
             self._clip_and_step()
         else:
             recording.replay()
-        self._gathered = 0
+        self._gathered.count = 0
         self._clip_to = None
         self._end_update()
         self._updated = self._mark(self.back)
@@ -295,7 +290,7 @@ class GraphStage(Stage):
         free = self._free.get(kind)
         # Within a step, a slot more than are in flight lets a forward begin before the backward
         # that frees the oldest has ended.
-        enough = 1 if self._gathered == 0 or self.back is self.lane else 2
+        enough = 1 if self._gathered.count == 0 or self.back is self.lane else 2
         if free and (len(free) >= enough or len(free) + len(self._taken) > self._peak):
             return free.popleft()
         if free is None and not self._may_record(kind):
@@ -360,7 +355,7 @@ class GraphStage(Stage):
                     output, loss = self._run(0, takeoff, slot.leaves)
             else:
                 if stashed is not None:
-                    _copy_all(slot.copies.values(), slot.copies)
+                    copy_all(slot.copies.values(), slot.copies)
                 with weights_set_to(self._trainable, lent):
                     output, loss = fly()
                 slot.flight, slot.held = flight, flight.graph.held()
@@ -389,10 +384,10 @@ class GraphStage(Stage):
         """All gradients of a micro-batch; those of the weights go to their one place."""
         outputs, starts = self._starts(flight, arrived)
         inputs = [tensor for tensor in flight.inputs if tensor.requires_grad]
-        assert self._fresh is not None
+        assert self._gathered.newest is not None
         places = [
             (parameter, place)
-            for parameter, place in zip(self._trainable, self._fresh, strict=True)
+            for parameter, place in zip(self._trainable, self._gathered.newest, strict=True)
             if place is not None
         ]
         wanted = [*inputs, *(parameter for parameter, _ in places)]
@@ -403,7 +398,7 @@ class GraphStage(Stage):
         for (parameter, _), gradient in zip(places, of_weights, strict=True):
             if gradient is None:
                 raise self._uneven(parameter)
-        _copy_all((place for _, place in places), _tensors(of_weights))
+        copy_all((place for _, place in places), tensors_of(of_weights))
         of_inputs = iter(found)
         return [next(of_inputs) if tensor.requires_grad else None for tensor in flight.inputs]
 
@@ -461,18 +456,19 @@ class GraphStage(Stage):
         flight = self._flights[batch]
         self._stashed_weights = [p for p in self._trainable if p in flight.graph.weights]
         self._arriving = [gradient is not None for gradient in gradients]
-        self._make_room()
+        self._gathered.make_room()
         for parameter in self._trainable:
             parameter.grad = None
         sent = super().backward(batch, gradients)
         found = [parameter.grad for parameter in self._trainable]
-        if self._fresh is None:
-            self._fresh = [None if g is None else torch.empty_like(g) for g in found]
-        for parameter, place, gradient in zip(self._trainable, self._fresh, found, strict=True):
+        if self._gathered.newest is None:
+            self._gathered.newest = [None if g is None else torch.empty_like(g) for g in found]
+        newest = self._gathered.newest
+        for parameter, place, gradient in zip(self._trainable, newest, found, strict=True):
             if (place is None) != (gradient is None):
                 raise self._uneven(parameter)
-        _copy_all(_tensors(self._fresh), _tensors(found))
-        self._gather()
+        copy_all(tensors_of(newest), tensors_of(found))
+        self._gathered.add(self._where_to_record)
         return sent
 
     def _uneven(self, parameter: nn.Parameter) -> StageError:
@@ -485,45 +481,13 @@ class GraphStage(Stage):
 
     # ---------------------------------------------------------------- gradients and the update
 
-    def _make_room(self) -> None:
-        """Moves the first micro-batch's gradient out of the way of the second's."""
-        if self._gathered == 1:
-            if self._sums is None:
-                assert self._fresh is not None
-                self._sums = [None if g is None else torch.empty_like(g) for g in self._fresh]
-            if self._adding is None:
-                self._copy_to_sums()
-            else:
-                self._adding[0].replay()
-
-    def _gather(self) -> None:
-        self._gathered += 1
-        if self._gathered == 1:
-            return
-        if self._adding is None:
-            self._add_to_sums()
-            if self._records:
-                self._adding = (
-                    self.back.record(self._copy_to_sums)[0],
-                    self.back.record(self._add_to_sums)[0],
-                )
-        else:
-            self._adding[1].replay()
-
-    def _copy_to_sums(self) -> None:
-        _copy_all(_tensors(self._sums), _tensors(self._fresh))
-
-    def _add_to_sums(self) -> None:
-        if sums := _tensors(self._sums):
-            torch._foreach_add_(sums, _tensors(self._fresh))
+    @property
+    def _where_to_record(self) -> Lane | None:
+        return self.back if self._records else None
 
     def _show_gradients(self) -> None:
-        """Puts the gathered gradients where optimizers look for them."""
-        if self._static and self._fresh is not None:
-            places = self._sums if self._gathered > 1 else self._fresh
-            assert places is not None
-            for parameter, place in zip(self._trainable, places, strict=True):
-                parameter.grad = place if self._gathered else None
+        if self._static:
+            self._gathered.show(self._trainable)
 
     def _clip_and_step(self) -> None:
         self._show_gradients()
@@ -531,62 +495,28 @@ class GraphStage(Stage):
             super().clip(self._clip_to)
         self._step_optimizers()
 
-    def _recorded_update(self) -> Recording | None:
-        """The update as a recording, once its numbers have stayed the same; else None.
+    def _update_recording(self) -> Recording | None:
+        """The update as a recording; None if it has to run unrecorded."""
+        update = self._recorded_update
+        if not (self._records and self._static and self.corrector.repeats and update.possible):
+            return None
+        if not self._gathered.count:
+            return None
+        return update.recording(self._numbers(), self.optimizers, self._record_update)
 
-        Numbers are built into a recording. A learning rate that changes with every update can
-        still be recorded if it is a tensor on the device.
-        """
-        if not (self._records and self._static and self._update_records):
-            return None
-        if not self.corrector.repeats:
-            return None
-        numbers = self._numbers()
-        if self._stepping is not None and self._stepping[0] == numbers:
-            return self._stepping[1]
-        same = numbers == self._last_numbers
-        self._stepping, self._last_numbers = None, numbers
-        self._changes = 0 if same else self._changes + 1
-        if self._changes == _PATIENCE:
-            self._say_unrecorded("its numbers (the learning rate, say) change with every update")
-        if not same:
-            return None
-        counting = next((o for o in self.optimizers if not _counts_on_device(o)), None)
-        if counting is not None:
-            self._say_unrecorded(f"{type(counting).__name__} counts its steps on the CPU")
-            self._update_records = False
-            return None
+    def _record_update(self) -> Recording:
         try:
             self._recording = True
-            recording, _ = self.back.record(self._clip_and_step)
-        except NotRecordable as error:
-            self._say_unrecorded(str(error))
-            self._update_records = False
-            return None
+            return self.back.record(self._clip_and_step)[0]
         finally:
             self._recording = False
-        self._stepping = numbers, recording
-        return recording
 
-    def _numbers(self) -> tuple[Any, ...]:
-        """What a recorded update has built in: every optimizer's numbers, clip, lag, addresses."""
-        groups = [
-            [_built_in(value) for value in group.values()]
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
+    def _numbers(self) -> Numbers:
         corrected = None
         if self.corrector.active:
             corrected = (self.corrector.lag_at(self.version), self.corrector.made)
-        return (self._clip_to, self._gathered > 1, corrected, *groups)
-
-    def _say_unrecorded(self, reason: str) -> None:
-        warnings.warn(
-            f"updates run unrecorded, because {reason}. What can be"
-            " recorded: numbers that stay, or a learning rate that is a tensor on the device with"
-            " fused=True (SGD) or capturable=True (Adam, AdamW).",
-            stacklevel=2,
-        )
+        several = self._gathered.count > 1
+        return (self._clip_to, several, corrected, *numbers_of(self.optimizers))
 
     # ---------------------------------------------------------------- what is in flight
 
@@ -627,7 +557,7 @@ class GraphStage(Stage):
             self._kinds[batch] = ()
         gradients = [parameter.grad for parameter in self._trainable]
         if self._static and any(gradient is not None for gradient in gradients):
-            self._fresh, self._gathered = gradients, 1
+            self._gathered.newest, self._gathered.count = gradients, 1
 
     def memory(self) -> StageMemory:
         found = super().memory()
@@ -646,18 +576,6 @@ class GraphStage(Stage):
         )
 
 
-def _built_in(value: Any) -> Any:
-    """A number, or the place of one that is on the device; on the CPU it may change in place."""
-    if not isinstance(value, Tensor):
-        return value
-    return float(value) if value.device.type == "cpu" and value.numel() == 1 else id(value)
-
-
-def _counts_on_device(optimizer: Optimizer) -> bool:
-    by_itself = type(optimizer) in _COUNT_NOTHING
-    return all(group.get("capturable", by_itself) for group in optimizer.param_groups)
-
-
 def _kind(values: Nest) -> _Kind:
     """What has to be the same for a recording to fit."""
     if isinstance(values, Tensor):
@@ -672,13 +590,6 @@ def _copy(places: Nest, values: Nest) -> None:
         place.copy_(value.detach())
 
 
-def _copy_all(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """As few kernels as can be, where there is something to copy at all."""
-    if found := list(places):
-        with torch.no_grad():
-            torch._foreach_copy_(found, list(values))
-
-
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
@@ -691,10 +602,6 @@ def _delivered(
         None if gradient is None else gradient.clone() if place is None else place.copy_(gradient)
         for place, gradient in zip(places, gradients, strict=True)
     ]
-
-
-def _tensors(values: Sequence[Tensor | None] | None) -> list[Tensor]:
-    return [value for value in values or () if value is not None]
 
 
 def _bytes_of(flight: Flight, parameters: Sequence[nn.Parameter]) -> int:
