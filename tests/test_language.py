@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import lzma
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from benchmarks.language import summary
-from benchmarks.language.configurations import OPTIMIZERS, SETS, STAGES, WAYS, Comparison
-from benchmarks.language.data import Text
+from benchmarks.language.configurations import (
+    OPTIMIZERS,
+    SETS,
+    STAGES,
+    WAYS,
+    Comparison,
+    extrapolating,
+    optimizer_factory,
+)
+from benchmarks.language.data import VOCABULARY, Text
+from benchmarks.language.ensemble import StackedMuon, ensemble, summed_loss
 from benchmarks.language.pack import FILE, pack
 from benchmarks.language.run import best_rates, jobs_of, parser, tuning_jobs
 from benchmarks.language.training import Job, share_of_rate, train, trainer_of
+from torch import Tensor, nn
+
+import offbeat
+from offbeat.stage import Loss
+from offbeat.zoo import gpt
 
 CPU = torch.device("cpu")
 COMPARISONS = sorted(
@@ -34,7 +51,7 @@ def text(tmp_path: Path) -> Text:
 
 
 def job_for(comparison: Comparison, **settings: object) -> Job:
-    chosen = {"lr": OPTIMIZERS[comparison.optimizer].rates[0], "seed": 0} | TINY | settings
+    chosen = {"lr": OPTIMIZERS[comparison.optimizer].rates[0], "seeds": (0, 1)} | TINY | settings
     return Job(way=comparison.way, optimizer=comparison.optimizer, **chosen)  # type: ignore[arg-type]
 
 
@@ -47,10 +64,10 @@ def test_packed_bytes_are_the_first_of_the_text(tmp_path: Path) -> None:
 
 def test_targets_are_the_bytes_that_follow(text: Text) -> None:
     for x, y in [
-        *text.batches(updates=2, rows=3, context=5, seed=0),
-        *text.validation(batches=2, rows=3, context=5),
+        *text.batches(updates=2, rows=3, context=5, seeds=[0, 1]),
+        *text.validation(batches=2, rows=3, context=5, networks=2),
     ]:
-        assert x.shape == y.shape == (3, 5)
+        assert x.shape == y.shape == (3, 2, 5)
         assert torch.equal((x + 1) % 256, y)
 
 
@@ -58,7 +75,7 @@ def test_targets_are_the_bytes_that_follow(text: Text) -> None:
 def test_every_run_of_every_set_can_be_made_and_steps(optimizer: str, text: Text) -> None:
     for comparison in (c for c in COMPARISONS if c.optimizer == optimizer):
         trainer = trainer_of(job_for(comparison), CPU)
-        for x, y in text.batches(updates=2, rows=32, context=4, seed=0):
+        for x, y in text.batches(updates=2, rows=32, context=4, seeds=[0, 1]):
             trainer.step(x, y)
         trainer.flush()
         way = WAYS[comparison.way]
@@ -82,26 +99,95 @@ def test_bp_as_one_stage_gives_the_bits_of_eight(
     for stages in (1, STAGES):
         monkeypatch.setitem(WAYS, "BP", replace(WAYS["BP"], stages=stages))
         trainer = trainer_of(job_for(Comparison("BP", "adamw"), width=8), CPU)
-        for x, y in text.batches(updates=3, rows=8, context=4, seed=0):
+        for x, y in text.batches(updates=3, rows=8, context=4, seeds=[0, 1]):
             trainer.step(x, y)
         states.append(trainer.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_each_network_of_an_ensemble_learns_what_it_learns_alone(text: Text) -> None:
+    """Alone: the zoo's own gpt with PyTorch's AdamW."""
+    seeds, lr = (3, 5), 0.01
+    make = partial(gpt, VOCABULARY, context=6, layers=STAGES, width=4)
+    made = ensemble(make, seeds)
+    optimizer = optimizer_factory("adamw", lr, made, recorded=False, extrapolated=False)
+    together = trained(made, summed_loss, optimizer, text, seeds)
+    for place, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        own = partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+        alone = trained(make(), loss_alone, own, text, [seed])
+        pairs = zip(together.parameters(), alone.parameters(), strict=True)
+        for stack, weight in pairs:  # the benchmark's losses are in single precision
+            torch.testing.assert_close(stack[place], weight, rtol=0, atol=1e-3 * lr)
+
+
+def trained(
+    model: nn.Sequential, loss: Loss, optimizer: Any, text: Text, seeds: Sequence[int]
+) -> nn.Module:
+    way = WAYS["1F1B, M=8 + extrapolate"]
+    trainer = offbeat.Trainer(
+        model.double(),
+        loss=loss,
+        optimizer=optimizer,
+        method=way.method,
+        corrections=way.corrections,
+        cuts=range(2, STAGES + 1),
+        seed=0,
+    )
+    for x, y in text.batches(updates=4, rows=16, context=6, seeds=seeds):
+        one = len(seeds) == 1
+        trainer.step(x.squeeze(1) if one else x, y.squeeze(1) if one else y)
+    trainer.flush()
+    return trainer.model
+
+
+def loss_alone(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (12, 4), (4, 12)])
+def test_muon_for_stacks_is_pytorch_s_for_each_matrix(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stack = nn.Parameter(torch.randn(3, *shape, generator=generator))
+    singles = [nn.Parameter(matrix.detach().clone()) for matrix in stack]
+    ours = StackedMuon([stack], 0.1, momentum=0.95, decay=0.01)
+    settings: Any = {"lr": 0.1, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+    theirs = torch.optim.Muon(singles, momentum=0.95, **settings)
+    for _ in range(3):
+        stack.grad = torch.randn(3, *shape, generator=generator)
+        for single, gradient in zip(singles, stack.grad, strict=True):
+            single.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(stack, torch.stack([*singles]), rtol=0, atol=1e-6)
+
+
+def test_an_extrapolating_optimizer_goes_on_along_the_change_of_its_steps() -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    extrapolating(optimizer)
+    found = []
+    for gradient in (1.0, 2.0, 5.0):
+        weight.grad = torch.tensor([gradient])
+        optimizer.step()
+        found.append(weight.item())
+    assert found == [0.0, -3.0, -11.0]  # steps of -1, then -2 - 1, then -5 - 3
 
 
 def test_a_run_reports_what_is_compared(text: Text) -> None:
     found = train(job_for(Comparison("delay 1", "sgd"), updates=4), text, CPU, until=math.inf)
     assert found is not None
     assert [update for update, _ in found["curve"]] == [1, 2, 3, 4]
-    assert found["loss"] == found["curve"][-1][1]
+    assert found["curve"][-1][1] == pytest.approx(sum(found["losses"]) / 2, abs=2e-6)
     assert found["lags"] == [1]
 
 
-def test_a_run_that_diverges_ends_early_and_has_no_loss(text: Text) -> None:
+def test_a_run_that_diverges_has_no_loss(text: Text) -> None:
     job = job_for(Comparison("BP", "sgd"), updates=8, lr=1e30)
     found = train(job, text, CPU, until=math.inf)
     assert found is not None
-    assert found["curve"] == [[2, None]]
-    assert found["loss"] is None
+    assert found["curve"][-1] == [8, None]
+    assert found["losses"] == [None, None]
 
 
 def test_the_rate_goes_up_and_down() -> None:
@@ -115,22 +201,27 @@ def test_the_rate_goes_up_and_down() -> None:
 def test_the_best_rate_is_used_once_all_are_known() -> None:
     arguments = parser().parse_args(["--data", "nowhere"])
     tuning = tuning_jobs(arguments, ["adamw", "muon"])
-    rows = [job.__dict__ | {"loss": None if job.lr == 4e-3 else 1 / job.lr} for job in tuning[:-1]]
+    rows = [
+        job.__dict__ | {"losses": [1.0, None] if job.lr == 4e-3 else [1 / job.lr, 2 / job.lr]}
+        for job in tuning[:-1]
+    ]
     rates = best_rates(rows, tuning)
     assert rates == {"adamw": 2e-3}  # the highest diverged; one of Muon's runs is missing
     jobs = jobs_of(arguments, "target", rates)
     assert {job.optimizer for job in jobs} == {"adamw"}
-    assert len(jobs) == len(SETS["target"].comparisons) // 2 * 5
+    assert len(jobs) == len(SETS["target"].comparisons) // 2
+    assert {job.seeds for job in jobs} == {tuple(range(5))}
 
 
 def test_gaps_are_paired_and_their_interval_is_students() -> None:
-    def row(way: str, seed: int, loss: float | None) -> summary.Row:
-        job = job_for(Comparison(way, "adamw"), seed=seed)
-        return job.__dict__ | {"loss": loss, "lags": list(WAYS[way].lags), "seconds": 1.0}
+    def row(way: str, seeds: tuple[int, ...], *losses: float | None) -> summary.Row:
+        job = job_for(Comparison(way, "adamw"), seeds=seeds)
+        lags = list(WAYS[way].lags)
+        return job.__dict__ | {"losses": list(losses), "lags": lags, "ms_per_update": 1.0}
 
-    rows = [row("BP", seed, 1.0 + seed) for seed in range(3)]
-    rows += [row("1F1B, M=8", seed, 1.0 + seed + gap) for seed, gap in enumerate((0.1, 0.2, 0.3))]
-    rows += [row("1F1B, M=8 + extrapolate", 0, None)]
+    rows = [row("BP", (0,), 1.0), row("BP", (2, 1), 3.0, 2.0)]
+    rows += [row("1F1B, M=8", (0, 1, 2), 1.1, 2.2, 3.3)]
+    rows += [row("1F1B, M=8 + extrapolate", (0,), None)]
     base, lag_one, diverged = summary.found_in(rows, SETS["target"])
     assert base.gap == 0
     assert lag_one.gap == pytest.approx(0.2)

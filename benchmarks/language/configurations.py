@@ -6,9 +6,9 @@ Every way of a set is compared with BP of the same optimizer, learning rate, see
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
+from benchmarks.language.ensemble import StackedMuon
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 
@@ -22,7 +22,6 @@ from offbeat.corrections import (
     SpikeCompensation,
 )
 from offbeat.methods import DSP, Method, PipeDream, StaleWeights, Synchronous
-from offbeat.optimizers import Muon
 
 STAGES = 8
 """And as many transformer blocks."""
@@ -35,6 +34,8 @@ class Way:
     method: Method
     stages: int
     corrections: tuple[Correction, ...]
+    extrapolated: bool = False
+    """The optimizer's own steps, whatever the lag."""
 
     @property
     def lags(self) -> tuple[int, ...]:
@@ -73,12 +74,15 @@ FAR_DELAY = 14
 WAYS: dict[str, Way] = {
     # One stage gives the bits of eight without lag, and takes the CPU an eighth of the work.
     BASELINE: _always(Synchronous(), stages=1),
+    # Extrapolating is also a look-ahead, from which BP may gain by itself.
+    "BP + extrapolate": Way(Synchronous(), 1, (), extrapolated=True),
     # lag at most 1: the batch in as many parts as there are stages
     "1F1B, M=8": _always(PipeDream(accumulate=8)),
     "1F1B, M=8 + extrapolate": _always(PipeDream(accumulate=8), Extrapolate()),
     "1F1B, M=8 + extrapolate, gain 0.5": _always(PipeDream(accumulate=8), Extrapolate(gain=0.5)),
     "1F1B, M=8 + predict T=1": _always(PipeDream(accumulate=8), Predict(horizon=1.0)),
     # the same with fewer of the parts late: 7 of 32 at the first stage where it was 7 of 8
+    "1F1B, M=16 + extrapolate": _always(PipeDream(accumulate=16), Extrapolate()),
     "1F1B, M=32": _always(PipeDream(accumulate=32)),
     "1F1B, M=32 + extrapolate": _always(PipeDream(accumulate=32), Extrapolate()),
     "1F1B, M=4": _always(PipeDream(accumulate=4)),
@@ -158,13 +162,11 @@ def _muon(
     matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float | Tensor, recorded: bool
 ) -> Made:
     """AdamW for embeddings, head, norms and biases; steps as long as AdamW's, so one rate fits."""
-    settings: dict[str, Any] = {
-        "weight_decay": WEIGHT_DECAY,
-        "momentum": 0.95,
-        "adjust_lr_fn": "match_rms_adamw",
-    }
     own = lr.clone() if isinstance(lr, Tensor) else lr
-    return [Muon(matrices, lr=lr, **settings), _adamw_of(others, own, 0.9, recorded)]
+    return [
+        StackedMuon(matrices, lr, momentum=0.95, decay=WEIGHT_DECAY),
+        _adamw_of(others, own, 0.9, recorded),
+    ]
 
 
 OPTIMIZERS: dict[str, Recipe] = {
@@ -176,17 +178,43 @@ OPTIMIZERS: dict[str, Recipe] = {
 }
 
 
+def extrapolating(optimizer: Optimizer) -> None:
+    """``w + u[t] + (u[t] - u[t-1])``, u being its steps: what Extrapolate does at a lag of 1."""
+    weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    before = [torch.empty_like(p) for p in weights]
+    previous: list[Tensor] = []
+
+    def remember(*_: object) -> None:
+        torch._foreach_copy_(before, weights)
+
+    def go_on(*_: object) -> None:
+        step = torch._foreach_sub(weights, before)
+        if not previous:
+            previous.extend(step)
+            return
+        torch._foreach_add_(weights, torch._foreach_sub(step, previous))
+        torch._foreach_copy_(previous, step)
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(go_on)
+
+
 def optimizer_factory(
-    name: str, lr: float, model: nn.Sequential, *, recorded: bool
+    name: str, lr: float, model: nn.Sequential, *, recorded: bool, extrapolated: bool
 ) -> Callable[[list[nn.Parameter]], Made]:
     """For the weights of a stage. A rate that recordings read is a tensor on the device."""
-    hidden = {id(p) for p in model[1:-2].parameters() if p.ndim == 2}  # those of the blocks
+    # The matrices of the blocks, in stacks.
+    hidden = {id(p) for p in model[1:-2].parameters() if p.ndim == 3}
 
     def factory(weights: list[nn.Parameter]) -> Made:
         matrices = [p for p in weights if id(p) in hidden]
         others = [p for p in weights if id(p) not in hidden]
         rate = torch.tensor(lr, device=weights[0].device) if recorded else lr
-        return OPTIMIZERS[name].make(matrices, others, rate, recorded)
+        made = OPTIMIZERS[name].make(matrices, others, rate, recorded)
+        if extrapolated:
+            for optimizer in made if isinstance(made, list) else [made]:
+                extrapolating(optimizer)
+        return made
 
     return factory
 
@@ -222,14 +250,16 @@ _FOR_ADAMW = [name for name in _EVERY_UPDATE if not name.endswith("momentum by l
 
 TUNE = "tune"
 SETS: dict[str, Set] = {
-    TUNE: Set("Which of three learning rates does BP want?", _each([BASELINE], OPTIMIZERS), 1),
+    TUNE: Set("Which of three learning rates does BP want?", _each([BASELINE], OPTIMIZERS), 3),
     "target": Set(
         "Lag at most 1 by accumulation: at most 0.005 nats behind BP?",
         _each(
             [
                 BASELINE,
+                "BP + extrapolate",
                 "1F1B, M=8",
                 "1F1B, M=8 + extrapolate",
+                "1F1B, M=16 + extrapolate",
                 "1F1B, M=32",
                 "1F1B, M=32 + extrapolate",
             ],
@@ -249,7 +279,7 @@ SETS: dict[str, Set] = {
         _each([BASELINE, *map(delayed, DELAYS)], OPTIMIZERS),
         3,
     ),
-    "far": Set("The curve at a delay of 14.", _each([BASELINE, delayed(FAR_DELAY)], OPTIMIZERS), 2),
+    "far": Set("The curve at a delay of 14.", _each([BASELINE, delayed(FAR_DELAY)], OPTIMIZERS), 3),
     "between": Set(
         "Less accumulation, and extrapolation by half.",
         _each(
@@ -265,13 +295,3 @@ SETS: dict[str, Set] = {
         3,
     ),
 }
-
-
-def guessed_ms(way: str, optimizer: str, parallel: int) -> float:
-    """Milliseconds per update of one run among many on a GPU: guesses, to plan by."""
-    chosen = WAYS[way]
-    gpu = 1.6 + 0.35 * (chosen.micro_batches - 1) + (0.3 if optimizer == "muon" else 0.0)
-    cpu = 0.4 * chosen.stages + 5.0 * (chosen.micro_batches - 1)
-    if chosen.corrections:
-        cpu += 13.0 if optimizer == "muon" else 6.0
-    return max(cpu, parallel * gpu)

@@ -1,6 +1,6 @@
 """Rows of bytes: the same for every way of a seed, and the same validation for everybody."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +21,26 @@ class Text:
         kept = int(VALIDATION_SHARE * len(tokens))
         self._training, self._validation = tokens[:-kept], tokens[-kept:]
 
-    def batches(self, *, updates: int, rows: int, context: int, seed: int) -> Iterator[Batch]:
-        """Rows from random places. All at once on the device: a step then launches nothing."""
-        generator = torch.Generator().manual_seed(seed)
-        last = len(self._training) - context - 1
-        starts = torch.randint(last, (updates, rows), generator=generator)
-        return zip(*_rows(self._training, starts, context), strict=True)
+    def batches(
+        self, *, updates: int, rows: int, context: int, seeds: Sequence[int]
+    ) -> Iterator[Batch]:
+        """(rows, networks, context), each network's from random places of its own.
 
-    def validation(self, *, batches: int, rows: int, context: int) -> list[Batch]:
-        """Rows from places that are evenly apart."""
+        All at once on the device: a step then launches nothing.
+        """
+        last = len(self._training) - context - 1
+        starts = [
+            torch.randint(last, (updates, rows), generator=torch.Generator().manual_seed(seed))
+            for seed in seeds
+        ]
+        return zip(*_rows(self._training, torch.stack(starts, 2), context), strict=True)
+
+    def validation(self, *, batches: int, rows: int, context: int, networks: int) -> list[Batch]:
+        """Rows from places that are evenly apart, the same for all networks."""
         last = len(self._validation) - context - 1
         starts = torch.linspace(0, last, batches * rows, dtype=torch.float64).long()
-        x, y = _rows(self._validation, starts.view(batches, rows), context)
+        places = starts.view(batches, rows, 1).expand(-1, -1, networks)
+        x, y = _rows(self._validation, places, context)
         return list(zip(x, y, strict=True))
 
 

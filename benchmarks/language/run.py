@@ -1,9 +1,9 @@
 """What staleness costs a small GPT and what gives it back: validation loss against BP.
 
 All ways of a seed train the same model on the same batches in the same order from the same weights,
-with one optimizer and schedule. Many runs share a GPU, a process each; every run is appended as it
-ends, and a run that is there already is not run again. Learning rates are those of the stored runs
-of the set "tune" with the lowest loss.
+with one optimizer and schedule. The models of several seeds are trained as one (ensemble.py), many
+runs share a GPU, every run is appended as it ends, and a run that is there already is not run
+again. Learning rates are those of the stored runs of the set "tune" with the lowest loss.
 
     python -m benchmarks.language.pack /work/shared/data/enwik8/enwik8.xz enwik8
     python -m benchmarks.language.run --data enwik8 --only tune target --limit-s 200
@@ -19,7 +19,7 @@ from statistics import fmean
 import torch
 from benchmarks.averaging import mps
 from benchmarks.averaging.summary import read
-from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, guessed_ms
+from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, WAYS
 from benchmarks.language.data import Text
 from benchmarks.language.training import Job, job_of, train
 from benchmarks.pool import Pool, Row, Run, Store
@@ -39,8 +39,8 @@ def prepared(folder: Path, device_name: str, until: float) -> Run:
 
 def line(row: Row) -> str:
     """A run in a few words."""
-    what = row.get("error") or f"{row['loss']} in {row['seconds']:.1f} s"
-    return f"{row['way']}, {row['optimizer']} {row['lr']:g}, seed {row['seed']}: {what}"
+    what = row.get("error") or f"{row['losses']}, {row['ms_per_update']} ms an update"
+    return f"{row['way']}, {row['optimizer']} {row['lr']:g}, seeds {row['seeds']}: {what}"
 
 
 # ------------------------------------------------------------------------- jobs
@@ -53,26 +53,25 @@ def rows_in(path: Path) -> list[Row]:
 
 def tuning_jobs(arguments: argparse.Namespace, optimizers: Iterable[str]) -> list[Job]:
     return [
-        _job(arguments, BASELINE, optimizer, lr, seed=0)
+        _job(arguments, TUNE, BASELINE, optimizer, lr)
         for optimizer in optimizers
         for lr in OPTIMIZERS[optimizer].rates
     ]
 
 
 def best_rates(rows: Iterable[Row], wanted: Iterable[Job]) -> Rates:
-    """Of each optimizer for which all ``wanted`` runs are stored, the rate with the lowest loss."""
-    losses = {job_of(row).key: row["loss"] for row in rows}
+    """Of each optimizer for which all ``wanted`` runs are stored, the rate with the lowest mean."""
+    losses = {job_of(row).key: row["losses"] for row in rows}
     missing = {job.optimizer for job in wanted if job.key not in losses}
     found: dict[str, list[tuple[float, float]]] = {}
     for job in wanted:
-        loss = losses.get(job.key)
-        if job.optimizer not in missing and loss is not None:
-            found.setdefault(job.optimizer, []).append((loss, job.lr))
+        if job.optimizer not in missing and None not in losses[job.key]:
+            found.setdefault(job.optimizer, []).append((fmean(losses[job.key]), job.lr))
     return {optimizer: min(pairs)[1] for optimizer, pairs in found.items()}
 
 
 def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]:
-    """Seed by seed, the longest first: whatever the time allows is nearly a whole comparison."""
+    """The longest first."""
     patterns = [pattern.strip() for pattern in arguments.ways.split(";")]
     chosen = [
         comparison
@@ -81,20 +80,19 @@ def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]
         and comparison.optimizer in rates
         and (comparison.way == BASELINE or any(fnmatch(comparison.way, p) for p in patterns))
     ]
-    chosen.sort(key=lambda comparison: -guessed_ms(comparison.way, comparison.optimizer, 1))
+    chosen.sort(key=lambda comparison: -WAYS[comparison.way].micro_batches)
     return [
-        _job(arguments, comparison.way, comparison.optimizer, rates[comparison.optimizer], seed)
-        for seed in arguments.seeds or range(SETS[name].seeds)
+        _job(arguments, name, comparison.way, comparison.optimizer, rates[comparison.optimizer])
         for comparison in chosen
     ]
 
 
-def _job(arguments: argparse.Namespace, way: str, optimizer: str, lr: float, seed: int) -> Job:
+def _job(arguments: argparse.Namespace, of: str, way: str, optimizer: str, lr: float) -> Job:
     return Job(
         way=way,
         optimizer=optimizer,
         lr=lr,
-        seed=seed,
+        seeds=tuple(arguments.seeds or range(SETS[of].seeds)),
         updates=arguments.updates,
         rows=arguments.rows,
         context=arguments.context,
@@ -109,37 +107,6 @@ def new_ones(jobs: Iterable[Job], rows: Iterable[Row]) -> list[Job]:
     """Each once, and none that is stored."""
     known = {job_of(row).key for row in rows}
     return [job for job in {job.key: job for job in jobs}.values() if job.key not in known]
-
-
-def plan(arguments: argparse.Namespace) -> str:
-    """Runs and seconds per set, by stored runs of the same kind where there are any."""
-    stored = rows_in(arguments.out)
-    measured: dict[tuple[str, str], list[float]] = {}
-    for row in stored:
-        measured.setdefault((row["way"], row["optimizer"]), []).append(row["ms_per_update"])
-    guessed = {name: recipe.rates[1] for name, recipe in OPTIMIZERS.items()}
-    lines, seen = [], set[str]()
-    for name in arguments.only:
-        jobs = _all_jobs(arguments, name, guessed)
-        jobs = [job for job in new_ones(jobs, stored) if job.key not in seen]
-        seen |= {job.key for job in jobs}
-        of_jobs = []
-        for job in jobs:
-            known = measured.get((job.way, job.optimizer))
-            guess = guessed_ms(job.way, job.optimizer, arguments.parallel)
-            of_jobs.append((fmean(known) if known else guess) * job.updates / 1e3)
-        seconds = sum(of_jobs) / arguments.parallel + max(of_jobs, default=0.0) / 2
-        lines.append(
-            f"{name:8} {len(jobs):4} runs, {sum(of_jobs):6.0f} s of runs,"
-            f" about {seconds:4.0f} s with {arguments.parallel} at a time: {SETS[name].question}"
-        )
-    return "\n".join(lines)
-
-
-def _all_jobs(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]:
-    if name == TUNE:
-        return tuning_jobs(arguments, arguments.optimizers)
-    return jobs_of(arguments, name, rates)
 
 
 # ------------------------------------------------------------------------- the command
@@ -189,26 +156,24 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ways", default="*", help="of these sets, as in '1F1B*'; BP always")
     made.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     made.add_argument("--lr", nargs="+", default=[], help="not the tuned ones: 'adamw=0.002'")
-    made.add_argument("--seeds", type=int, nargs="+", help="by default as many as the set has")
-    made.add_argument("--updates", type=int, default=1000)
+    made.add_argument(
+        "--seeds", type=int, nargs="+", help="trained as one; by default as many as the set has"
+    )
+    made.add_argument("--updates", type=int, default=2000)
     made.add_argument("--rows", type=int, default=32, help="per update")
     made.add_argument("--context", type=int, default=128)
-    made.add_argument("--width", type=int, default=256)
+    made.add_argument("--width", type=int, default=128)
     made.add_argument("--dropout", type=float, default=0.0)
     made.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
     made.add_argument("--device", default="cuda")
-    made.add_argument("--parallel", type=int, default=14)
+    made.add_argument("--parallel", type=int, default=6)
     made.add_argument("--limit-s", type=float, default=1e6)
-    made.add_argument("--plan", action="store_true", help="say how long it would take, and end")
     return made
 
 
 def main() -> None:
     arguments = parser().parse_args()
     arguments.lr = _rates(arguments.lr)
-    if arguments.plan:
-        print(plan(arguments))
-        return
     with mps.sharing(arguments.device.startswith("cuda")) as served:
         run(arguments, served)
 

@@ -43,7 +43,8 @@ class Found:
     losses: Sequence[float]
     gaps: Sequence[float]
     """To BP, one per seed that both have."""
-    seconds: float
+    ms_per_update: float
+    """Of all networks of a run, beside other runs."""
 
     @property
     def gap(self) -> float:
@@ -78,20 +79,19 @@ def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
 
 
 def _found(rows: Sequence[Row], of: Comparison, lr: float) -> Found | None:
-    mine = {r["seed"]: r for r in rows if _is(r, of.way, of.optimizer, lr)}
-    base = {r["seed"]: loss_of(r) for r in rows if _is(r, BASELINE, of.optimizer, lr)}
+    mine = [r for r in rows if _is(r, of.way, of.optimizer, lr)]
     if not mine:
         return None
-    seeds = sorted(mine)
-    losses = {seed: loss_of(mine[seed]) for seed in seeds}
+    losses = losses_of(mine)
+    base = losses_of(r for r in rows if _is(r, BASELINE, of.optimizer, lr))
     return Found(
         way=of.way,
         optimizer=of.optimizer,
         lr=lr,
-        lags=tuple(mine[seeds[0]]["lags"]),
-        losses=[losses[seed] for seed in seeds],
-        gaps=[losses[seed] - base[seed] for seed in seeds if seed in base],
-        seconds=fmean(mine[seed]["seconds"] for seed in seeds),
+        lags=tuple(mine[0]["lags"]),
+        losses=[losses[seed] for seed in sorted(losses)],
+        gaps=[losses[seed] - base[seed] for seed in sorted(losses) if seed in base],
+        ms_per_update=fmean(r["ms_per_update"] for r in mine),
     )
 
 
@@ -99,10 +99,13 @@ def _is(row: Row, way: str, optimizer: str, lr: float) -> bool:
     return (row["way"], row["optimizer"], row["lr"]) == (way, optimizer, lr)
 
 
-def loss_of(row: Row) -> float:
-    """Infinite where the run ended worse than guessing."""
-    loss = row["loss"]
-    return math.inf if loss is None or loss > GUESSING else float(loss)
+def losses_of(rows: Iterable[Row]) -> dict[int, float]:
+    """By seed; infinite where a run ended worse than guessing."""
+    return {
+        seed: math.inf if loss is None or loss > GUESSING else float(loss)
+        for row in rows
+        for seed, loss in zip(row["seeds"], row["losses"], strict=True)
+    }
 
 
 # ------------------------------------------------------------------------- Markdown
@@ -128,13 +131,12 @@ def text_of(rows: Sequence[Row]) -> str:
 
 
 def tuning_table(rows: Sequence[Row]) -> str:
-    lines = ["| optimizer | learning rates: loss of BP, seed 0 | chosen |", "|---|---|---|"]
+    lines = ["| optimizer | learning rates: loss of BP | chosen |", "|---|---|---|"]
     for optimizer in OPTIMIZERS:
-        losses = {
-            row["lr"]: loss_of(row)
-            for row in rows
-            if row["way"] == BASELINE and row["optimizer"] == optimizer and row["seed"] == 0
-        }
+        mine = [row for row in rows if (row["way"], row["optimizer"]) == (BASELINE, optimizer)]
+        by_rate = {row["lr"]: losses_of(r for r in mine if r["lr"] == row["lr"]) for row in mine}
+        shared = set.intersection(*map(set, by_rate.values())) if by_rate else set()
+        losses = {lr: fmean(found[s] for s in shared) for lr, found in by_rate.items() if shared}
         if not losses:
             continue
         best = min(losses, key=losses.__getitem__)
@@ -146,7 +148,7 @@ def tuning_table(rows: Sequence[Row]) -> str:
 
 def gap_table(found: Sequence[Found]) -> str:
     lines = [
-        f"| optimizer | way | lag | loss | gap to BP | at most {TARGET} | seeds | s |",
+        f"| optimizer | way | lag | loss | gap to BP | at most {TARGET} | seeds | ms per update |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for summary in found:
@@ -159,7 +161,7 @@ def gap_table(found: Sequence[Found]) -> str:
             "" if base else _gap(summary),
             "" if base else verdict(summary),
             str(len(summary.losses)),
-            f"{summary.seconds:.0f}",
+            f"{summary.ms_per_update:.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,17 +1,18 @@
-"""One run: a small GPT over bytes, trained one way with one optimizer from one seed."""
+"""One run: small GPTs over bytes, a seed each, trained one way with one optimizer as one."""
 
 import json
 import math
 import time
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from benchmarks.language.configurations import STAGES, WAYS, optimizer_factory
-from benchmarks.language.data import VOCABULARY, Text
+from benchmarks.language.data import VOCABULARY, Batch, Text
+from benchmarks.language.ensemble import ensemble, losses_of, summed_loss
 from benchmarks.pool import cleared_up, memory_gib
-from torch import Tensor
-from torch.nn import functional as F
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
@@ -30,7 +31,7 @@ class Job:
     way: str
     optimizer: str
     lr: float
-    seed: int
+    seeds: tuple[int, ...]
     updates: int
     rows: int
     context: int
@@ -46,17 +47,13 @@ class Job:
     @property
     def setting(self) -> str:
         """What runs must share to be compared at all."""
-        own = ("way", "optimizer", "lr", "seed")
+        own = ("way", "optimizer", "lr", "seeds")
         return json.dumps({k: v for k, v in asdict(self).items() if k not in own})
 
 
 def job_of(row: dict[str, Any]) -> Job:
-    return Job(**{field.name: row[field.name] for field in fields(Job) if field.name in row})
-
-
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    # In full precision wherever it is called: bfloat16 has three digits, and gaps are in the third.
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+    values = {field.name: row[field.name] for field in fields(Job) if field.name in row}
+    return Job(**values | {"seeds": tuple(row["seeds"])})
 
 
 def share_of_rate(update: int, updates: int) -> float:
@@ -70,19 +67,21 @@ def share_of_rate(update: int, updates: int) -> float:
 def trainer_of(job: Job, device: torch.device, engine: Any = None) -> offbeat.Trainer:
     way = WAYS[job.way]
     engine = engine or ("streams" if device.type == "cuda" else "serial")
-    torch.manual_seed(job.seed)
-    model = gpt(VOCABULARY, job.context, STAGES, job.width, heads=4, dropout=job.dropout).to(device)
+    make = partial(gpt, VOCABULARY, job.context, STAGES, job.width, heads=4, dropout=job.dropout)
+    model = ensemble(make, job.seeds).to(device)
     recorded = engine == "streams"
     return offbeat.Trainer(
         model,
-        loss=loss_of,
-        optimizer=optimizer_factory(job.optimizer, job.lr, model, recorded=recorded),
+        loss=summed_loss,
+        optimizer=optimizer_factory(
+            job.optimizer, job.lr, model, recorded=recorded, extrapolated=way.extrapolated
+        ),
         scheduler=lambda made: LambdaLR(made, lambda n: share_of_rate(n, job.updates)),
         method=way.method,
         corrections=way.corrections,
         # One block per stage; the first has the embedding too, the last the head.
         **({"stages": 1} if way.stages == 1 else {"cuts": range(2, way.stages + 1)}),
-        seed=job.seed,
+        seed=job.seeds[0],
         autocast=torch.bfloat16 if job.precision == "bf16" else None,
         engine=engine,
     )
@@ -96,10 +95,10 @@ def train(job: Job, text: Text, device: torch.device, until: float) -> dict[str,
 def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str, Any] | None:
     torch.set_float32_matmul_precision("highest" if job.precision == "fp32" else "high")
     trainer = trainer_of(job, device)
-    validation = text.validation(**VALIDATION, context=job.context)
-    batches = text.batches(
-        updates=job.updates, rows=job.rows, context=job.context, seed=1000 + job.seed
-    )
+    count = len(job.seeds)
+    validation = text.validation(**VALIDATION, context=job.context, networks=count)
+    seeds = [1000 + seed for seed in job.seeds]
+    batches = text.batches(updates=job.updates, rows=job.rows, context=job.context, seeds=seeds)
     start, curve, passed = time.monotonic(), [], [(0, 0.0)]
     ends = {-(-job.updates * part // EVALUATIONS) for part in range(1, EVALUATIONS + 1)}
     for update, (x, y) in enumerate(batches, start=1):
@@ -107,15 +106,13 @@ def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str
         if update == job.updates:
             trainer.flush()
         if update in ends:
-            loss = trainer.evaluate(validation).loss
+            loss = trainer.evaluate(validation).loss / count
             passed.append((update, time.monotonic() - start))
-            curve.append([update, round(loss, 6) if math.isfinite(loss) else None])
-            if curve[-1][1] is None:
-                break
+            curve.append([update, _rounded(loss)])
         if update % LOOKS_EVERY == 0 and update < job.updates and time.monotonic() > until:
             return None
     return {
-        "loss": curve[-1][1],
+        "losses": evaluated(trainer.model, validation, job, device),
         "curve": curve,
         "lags": list(trainer.lags),
         "stages": trainer.stages,
@@ -123,6 +120,23 @@ def _train(job: Job, text: Text, device: torch.device, until: float) -> dict[str
         "ms_per_update": round(_milliseconds(passed), 3),
         "memory_gib": memory_gib(device),
     }
+
+
+@torch.no_grad()
+def evaluated(
+    model: nn.Module, validation: list[Batch], job: Job, device: torch.device
+) -> list[float | None]:
+    """The loss of every network; None where it is no number."""
+    total = torch.zeros(len(job.seeds), device=device)
+    model.eval()
+    with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):
+        for x, y in validation:
+            total += losses_of(model(x), y)
+    return [_rounded(loss) for loss in (total / len(validation)).tolist()]
+
+
+def _rounded(loss: float) -> float | None:
+    return round(loss, 6) if math.isfinite(loss) else None
 
 
 def _milliseconds(passed: list[tuple[int, float]]) -> float:

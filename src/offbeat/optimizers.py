@@ -44,7 +44,8 @@ class Muon(torch.optim.Muon):
                     way, group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
                 weight.mul_(1 - rate * group["weight_decay"])
-                weight.sub_(way * _muon._adjust_lr(rate, group["adjust_lr_fn"], weight.shape))
+                length = _muon._adjust_lr(rate, group["adjust_lr_fn"], weight.shape)
+                weight.sub_(way.to(weight.dtype) * length)  # the way is in bfloat16
         return None
 
 

@@ -82,18 +82,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Nothing in place: a stage keeps x, and an update may come before x's backward.
-        x = x + self.dropout(self.attention_out(self._attend(self.norm1(x))))
+        x = x + self.dropout(self.attention_out(self._attend(self.attention(self.norm1(x)))))
         hidden = F.gelu(self.wide(self.norm2(x)), approximate="tanh")
         y: Tensor = x + self.dropout(self.wide_out(hidden))
         return y
 
-    def _attend(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        parts = self.attention(x).view(rows, length, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
+    def _attend(self, parts: Tensor) -> Tensor:
+        """Mixes values by queries and keys, which lie side by side."""
+        rows, length, _ = parts.shape
+        query, key, value = parts.view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return mixed.transpose(1, 2).reshape(rows, length, width)
+        return mixed.transpose(1, 2).reshape(rows, length, -1)
 
 
 def _start_like_gpt_2(model: nn.Sequential, layers: int) -> None:
