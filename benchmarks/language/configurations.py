@@ -180,13 +180,15 @@ OPTIMIZERS: dict[str, Recipe] = {
 
 def extrapolating(optimizer: Optimizer) -> None:
     """``w + u[t] + (u[t] - u[t-1])``, u being its steps: what Extrapolate does at a lag of 1."""
-    weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-    before = [torch.empty_like(p) for p in weights]
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [torch.empty_like(p).detach() for p in weights]
     previous: list[Tensor] = []
 
+    @torch.no_grad()
     def remember(*_: object) -> None:
         torch._foreach_copy_(before, weights)
 
+    @torch.no_grad()
     def go_on(*_: object) -> None:
         step = torch._foreach_sub(weights, before)
         if not previous:
