@@ -674,6 +674,34 @@ def test_hooks_are_tensor_operations_on_memory_of_their_own(
     assert all(place == places[0] for place in places)
 
 
+@pytest.mark.parametrize(
+    ("correction", "copies"),
+    [
+        (SpikeCompensation(), (0, 0, 0)),
+        (Predict(direction="difference"), (2, 2, 0)),
+        (Extrapolate(), (2, 2, 0)),
+        (DelayCompensation(), (3, 2, 0)),
+        (DelayCompensation(adaptive=True), (4, 3, 0)),
+        (GapAware(), (4, 3, 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_corrections_keep_is_counted(
+    correction: Correction, copies: tuple[int, ...], parts: int
+) -> None:
+    """In copies of the weights, as the table says; those that average over parts keep one more."""
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(3)]
+    method = StaleWeights(backward="stash", accumulate=2) if parts == 2 else PipeDream()
+    trainer = trainer_for(layers, method, corrections=[correction])
+    for x, y in vector_batches(8, rows=4, dtype=torch.float32):
+        trainer.step(x, y)
+    assert trainer.lags == (2, 1, 0)
+    averaged = parts == 2 and isinstance(correction, DelayCompensation | GapAware)
+    wanted = [count + averaged if count else 0 for count in copies]
+    assert [m.correction_bytes // (6 * 6 * 4) for m in trainer.memory()] == wanted
+
+
 def test_predictions_take_no_more_memory_than_versions() -> None:
     """Micro-batches of one version and lag share one prediction, and no other copy is made.
 

@@ -26,6 +26,8 @@ class StageMemory:
     """All versions together."""
     in_flight_bytes: int
     """Activations in graphs, or stored inputs."""
+    correction_bytes: int = 0
+    """What corrections and monitors keep: earlier steps, weights that forwards have read."""
 
 
 class Storages:

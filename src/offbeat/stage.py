@@ -409,6 +409,7 @@ class Stage:
             peak_in_flight=self._peak,
             weight_bytes=storages.weight_bytes,
             in_flight_bytes=storages.other_bytes,
+            correction_bytes=self.corrector.bytes,
         )
 
 

@@ -315,6 +315,14 @@ class Corrector:
         self._applied = [self._flight_of(words) for words in state["applied"]]
         self._last_read = state["last_read"]
 
+    @property
+    def bytes(self) -> int:
+        """All that is kept from update to update."""
+        kept = [*self._memory(), *(self._before or ())]
+        if self._read is not None:
+            kept += self._read.tensors()
+        return sum(tensor.nbytes for tensor in kept)
+
     def _memory(self) -> list[Tensor]:
         return [t for hook in self._hooks for of in hook.memory().values() for t in of]
 

@@ -28,7 +28,7 @@ class DelayCompensation(Correction):
     name = "delay-compensation"
     title = "Delay compensation"
     acts_on = "gradients"
-    memory = "D + 1; adaptive: 1 more"
+    memory = "D + 1; adaptive, micro-batches: 1 more each"
     reference = "Zheng et al. 2017, arXiv 1609.08326"
 
     strength: float = 1.0

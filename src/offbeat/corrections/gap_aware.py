@@ -29,7 +29,7 @@ class GapAware(Correction):
     name = "gap-aware"
     title = "Gap-aware gradients"
     acts_on = "gradients"
-    memory = "D + 2"
+    memory = "D + 2; micro-batches: 1 more"
     reference = "Barkai et al. 2020, arXiv 1909.10802"
 
     decay: float = 0.99

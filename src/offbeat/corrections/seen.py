@@ -48,6 +48,9 @@ class ReadWeights:
         """Where a copy lies; None if it is none of these."""
         return next((place for place, copy in enumerate(self._copies) if copy is kept), None)
 
+    def tensors(self) -> list[Tensor]:
+        return [*(tensor for copy in self._copies for tensor in copy), *self._mean]
+
     def snapshot(self) -> dict[str, Any]:
         return {
             "versions": list(self._versions),

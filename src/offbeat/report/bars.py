@@ -59,6 +59,10 @@ def _bar(share: float, kind: str = "") -> Markup:
     return tag("span", tag("i", style=width, class_=kind or None), class_="bar")
 
 
+_PARTS = {"weight_bytes": "weights", "in_flight_bytes": "flight", "correction_bytes": "kept"}
+"""Of the memory of a stage, and how each is drawn."""
+
+
 def memory(facts: Sequence[Facts]) -> Markup:
     """Bars of all runs have one scale, so that they can be compared."""
     most = max((_bytes(entry) for run in facts for entry in run.memory), default=0.0)
@@ -74,6 +78,7 @@ def _memory_table(run: Facts, most: float) -> Markup:
             _stack(entry, most),
             words.size(entry.fields.get("weight_bytes")),
             words.size(entry.fields.get("in_flight_bytes")),
+            words.size(entry.fields.get("correction_bytes")),
             _now_and_peak(entry, ("weight_copies",), "peak_weight_copies"),
             _now_and_peak(entry, ("graphs", "inputs"), "peak_in_flight"),
         )
@@ -84,6 +89,7 @@ def _memory_table(run: Facts, most: float) -> Markup:
         "",
         join([tag("i", class_="box weights"), "weights"]),
         join([tag("i", class_="box flight"), "in flight"]),
+        join([tag("i", class_="box kept"), "corrections"]),
         "weight copies (most)",
         "micro-batches (most)",
     )
@@ -91,14 +97,14 @@ def _memory_table(run: Facts, most: float) -> Markup:
 
 
 def _bytes(entry: Memory) -> float:
-    return entry.fields.get("weight_bytes", 0.0) + entry.fields.get("in_flight_bytes", 0.0)
+    return sum(entry.fields.get(key, 0.0) for key in _PARTS)
 
 
 def _stack(entry: Memory, most: float) -> Markup:
-    parts = (("weight_bytes", "weights"), ("in_flight_bytes", "flight"))
     bars = [
-        tag("i", style=f"width:{100 * entry.fields.get(key, 0.0) / most:.1f}%", class_=kind)
-        for key, kind in parts
+        tag("i", style=f"width:{100 * entry.fields[key] / most:.1f}%", class_=kind)
+        for key, kind in _PARTS.items()
+        if entry.fields.get(key)
     ]
     return tag("span", *bars, class_="bar")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BOXES = 40
 """Typical forwards and backwards that fit into the width of a timeline."""
-_WEIGHTS, _IN_FLIGHT = "#0072B2", "#E69F00"
+_WEIGHTS, _IN_FLIGHT, _CORRECTIONS = "#0072B2", "#E69F00", "#009E73"
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, "Figure"]:
@@ -116,7 +116,11 @@ def _lags(counts: Mapping[str, Mapping[int, Mapping[int, int]]]) -> "Figure | No
 
 
 def _memory(facts: Sequence[Facts]) -> "Figure | None":
-    parts = (("weight_bytes", "weights", _WEIGHTS), ("in_flight_bytes", "in flight", _IN_FLIGHT))
+    parts = (
+        ("weight_bytes", "weights", _WEIGHTS),
+        ("in_flight_bytes", "in flight", _IN_FLIGHT),
+        ("correction_bytes", "corrections", _CORRECTIONS),
+    )
     bars = {
         run.label: {
             place(run, entry.replica, entry.stage): [
