@@ -71,6 +71,7 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
+from offbeat.methods.base import Rule
 from offbeat.runs import Run
 from offbeat.stage import Stage
 from offbeat.training import corrections_of
@@ -683,6 +684,7 @@ def test_hooks_are_tensor_operations_on_memory_of_their_own(
         (DelayCompensation(), (3, 2, 0)),
         (DelayCompensation(adaptive=True), (4, 3, 0)),
         (GapAware(), (4, 3, 0)),
+        (Rewind(), (2, 2, 0)),
     ],
     ids=str,
 )
@@ -692,7 +694,10 @@ def test_what_corrections_keep_is_counted(
 ) -> None:
     """In copies of the weights, as the table says; those that average over parts keep one more."""
     layers = [nn.Linear(6, 6, bias=False) for _ in range(3)]
-    method = StaleWeights(backward="stash", accumulate=2) if parts == 2 else PipeDream()
+    rule: Rule = "current" if isinstance(correction, Rewind) else "stash"
+    method: Method = PipeDream(backward=rule)
+    if parts == 2:
+        method = StaleWeights(backward=rule, accumulate=2)
     trainer = trainer_for(layers, method, corrections=[correction])
     for x, y in vector_batches(8, rows=4, dtype=torch.float32):
         trainer.step(x, y)
@@ -700,6 +705,17 @@ def test_what_corrections_keep_is_counted(
     averaged = parts == 2 and isinstance(correction, DelayCompensation | GapAware)
     wanted = [count + averaged if count else 0 for count in copies]
     assert [m.correction_bytes // (6 * 6 * 4) for m in trainer.memory()] == wanted
+
+
+def test_predictions_that_a_correction_will_ask_for_are_counted_with_the_versions() -> None:
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(3)]
+    corrections = [Predict(), DelayCompensation()]
+    trainer = trainer_for(layers, StaleWeights(), corrections=corrections)
+    for x, y in vector_batches(12, rows=4, dtype=torch.float32):
+        trainer.step(x, y)
+    lent = [len(list(worker.stage.corrector.predicted_in_flight())) for worker in trainer._workers]
+    assert lent == [4, 2, 0]
+    assert [m.weight_copies for m in trainer.memory()] == [5, 3, 1]
 
 
 def test_predictions_take_no_more_memory_than_versions() -> None:

@@ -123,7 +123,7 @@ def test_a_process_that_dies_before_all_have_joined_is_missed(tmp_path: Path) ->
 def test_a_death_is_noticed_by_those_who_have_no_connection_to_it(
     layout: tuple[int, int], tmp_path: Path
 ) -> None:
-    """The other replica would train on until the next average, which here never comes."""
+    """Another replica would train on until the next average, which here never comes."""
     last = layout[0] * layout[1] - 1
     plan = {
         "rank": last,
@@ -140,6 +140,22 @@ def test_a_death_is_noticed_by_those_who_have_no_connection_to_it(
     # Rank 0 is told, or its neighbour was and has ended: either way it names what began it.
     cause = rf"rank {last - 1} has ended:\n.*the connection to rank {last} broke"
     assert re.search(cause, report["texts"][0]), report["texts"][0]
+
+
+@pytest.mark.timeout(120)
+def test_what_all_have_seen_for_themselves_is_said_once(tmp_path: Path) -> None:
+    """Who ended first began nothing where both have lost the same one."""
+    plan = {
+        "rank": 1,
+        "signal": signal.SIGKILL,
+        "phase": "training",
+        "delay_s": 0.1,
+        "limit_s": 30.0,
+        "just_train": True,
+    }
+    (report,) = run_plans([plan], tmp_path, timeout_s=100)
+    assert_all_ended(report, r"WorkerLost: the connection to rank 1 broke" + STORE_GONE)
+    assert not any("offbeat: rank" in text for text in report["texts"])
 
 
 @pytest.mark.long

@@ -211,6 +211,9 @@ def test_the_best_rate_is_used_once_all_are_known() -> None:
     assert {job.optimizer for job in jobs} == {"adamw"}
     assert len(jobs) == len(SETS["target"].comparisons) // 2
     assert {job.seeds for job in jobs} == {tuple(range(5))}
+    with_seeds = parser().parse_args(["--data", "nowhere", "--seeds", "7", "8"])
+    assert tuning_jobs(with_seeds, ["adamw", "muon"]) == tuning  # of which all seeds use the rates
+    assert {job.seeds for job in jobs_of(with_seeds, "target", rates)} == {(7, 8)}
 
 
 def test_gaps_are_paired_and_their_interval_is_students() -> None:

@@ -241,6 +241,7 @@ def made_run(
         of_stage[str(lag)] = of_stage.get(str(lag), 0) + 1
     memory = {"weight_copies": 1, "peak_weight_copies": 2, "graphs": 3, "inputs": 0}
     memory |= {"peak_in_flight": 4, "weight_bytes": 2_000_000, "in_flight_bytes": 500_000}
+    memory |= {"correction_bytes": 1_000_000}
     wait = {"averages": 7, "total_s": 0.25, "longest_s": 0.125}
     places = [f"{replica}/{stage}" for replica in range(replicas) for stage in range(STAGES)]
     summary = {
@@ -370,6 +371,8 @@ def test_bars_of_several_runs_have_one_scale(tmp_path: Path) -> None:
     text = page([small, changed(large, SUMMARY, memory=memory)])
     widths = re.findall(r'style="width:([\d.]+)%" class="weights"', text)
     assert widths == ["20.0"] * STAGES + ["80.0"]
+    kept = re.findall(r'style="width:([\d.]+)%" class="kept"', text)
+    assert kept == ["10.0"] * STAGES  # of an older run nothing is known
 
 
 def test_runs_of_one_name_get_labels_that_tell_them_apart(tmp_path: Path) -> None:

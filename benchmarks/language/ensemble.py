@@ -2,7 +2,8 @@
 
 A small transformer leaves a GPU idle, and one that takes its batch in 32 parts even more so; the
 same layer of many fills it. Nothing passes between slices and the loss is a sum over the networks,
-so that each learns what it would learn alone (tests/test_language.py).
+so that each learns what it would learn alone (tests/test_language.py), but for dropout, whose draws
+depend on how many there are.
 """
 
 from collections.abc import Callable, Sequence

@@ -36,7 +36,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     curve, above, below = figure.subplots(3, 1, height_ratios=heights)
     draw_curve(curve, delayed)
     curve.set_yscale("symlog", linthresh=LINEAR)
-    draw_ways(above, target, "A lag of at most 1 (M=8), 2 (M=4), 4 (M=2)")
+    draw_ways(above, target, "A lag of at most 1 (M=8 and more), 2 (M=4), 4 (M=2)")
     above.axvline(TARGET, color=INK, linewidth=0.8, linestyle="--")
     draw_ways(below, found["lag"], "An update per batch: lag up to 7 (1F1B) and 14 (stale)")
     below.set_xscale("symlog", linthresh=LINEAR)

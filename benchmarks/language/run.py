@@ -53,7 +53,7 @@ def rows_in(path: Path) -> list[Row]:
 
 def tuning_jobs(arguments: argparse.Namespace, optimizers: Iterable[str]) -> list[Job]:
     return [
-        _job(arguments, TUNE, BASELINE, optimizer, lr)
+        _job(arguments, range(SETS[TUNE].seeds), BASELINE, optimizer, lr)
         for optimizer in optimizers
         for lr in OPTIMIZERS[optimizer].rates
     ]
@@ -71,7 +71,6 @@ def best_rates(rows: Iterable[Row], wanted: Iterable[Job]) -> Rates:
 
 
 def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]:
-    """The longest first."""
     patterns = [pattern.strip() for pattern in arguments.ways.split(";")]
     chosen = [
         comparison
@@ -80,19 +79,21 @@ def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]
         and comparison.optimizer in rates
         and (comparison.way == BASELINE or any(fnmatch(comparison.way, p) for p in patterns))
     ]
-    chosen.sort(key=lambda comparison: -WAYS[comparison.way].micro_batches)
+    seeds = arguments.seeds or range(SETS[name].seeds)
     return [
-        _job(arguments, name, comparison.way, comparison.optimizer, rates[comparison.optimizer])
+        _job(arguments, seeds, comparison.way, comparison.optimizer, rates[comparison.optimizer])
         for comparison in chosen
     ]
 
 
-def _job(arguments: argparse.Namespace, of: str, way: str, optimizer: str, lr: float) -> Job:
+def _job(
+    arguments: argparse.Namespace, seeds: Iterable[int], way: str, optimizer: str, lr: float
+) -> Job:
     return Job(
         way=way,
         optimizer=optimizer,
         lr=lr,
-        seeds=tuple(arguments.seeds or range(SETS[of].seeds)),
+        seeds=tuple(seeds),
         updates=arguments.updates,
         rows=arguments.rows,
         context=arguments.context,
@@ -107,6 +108,11 @@ def new_ones(jobs: Iterable[Job], rows: Iterable[Row]) -> list[Job]:
     """Each once, and none that is stored."""
     known = {job_of(row).key for row in rows}
     return [job for job in {job.key: job for job in jobs}.values() if job.key not in known]
+
+
+def _longest_first(job: Job) -> tuple[int, int]:
+    way = WAYS[job.way]
+    return -way.micro_batches, -way.stages
 
 
 # ------------------------------------------------------------------------- the command
@@ -131,6 +137,7 @@ def run(arguments: argparse.Namespace, served: bool) -> None:
             print(f"left out, --only {TUNE} or --lr first: {', '.join(unknown)}", flush=True)
         sets = [name for name in arguments.only if name != TUNE]
         jobs = new_ones((job for name in sets for job in jobs_of(arguments, name, rates)), rows)
+        jobs.sort(key=_longest_first)
         print(f"{len(jobs)} runs", flush=True)
         pool.finish(jobs)
     finally:

@@ -44,7 +44,7 @@ class Found:
     gaps: Sequence[float]
     """To BP, one per seed that both have."""
     ms_per_update: float
-    """Of all networks of a run, beside other runs."""
+    """Of one network, beside other runs."""
 
     @property
     def gap(self) -> float:
@@ -91,7 +91,7 @@ def _found(rows: Sequence[Row], of: Comparison, lr: float) -> Found | None:
         lags=tuple(mine[0]["lags"]),
         losses=[losses[seed] for seed in sorted(losses)],
         gaps=[losses[seed] - base[seed] for seed in sorted(losses) if seed in base],
-        ms_per_update=fmean(r["ms_per_update"] for r in mine),
+        ms_per_update=fmean(r["ms_per_update"] / len(r["seeds"]) for r in mine),
     )
 
 
@@ -133,7 +133,11 @@ def text_of(rows: Sequence[Row]) -> str:
 def tuning_table(rows: Sequence[Row]) -> str:
     lines = ["| optimizer | learning rates: loss of BP | chosen |", "|---|---|---|"]
     for optimizer in OPTIMIZERS:
-        mine = [row for row in rows if (row["way"], row["optimizer"]) == (BASELINE, optimizer)]
+        mine = [
+            row
+            for row in rows
+            if (row["way"], row["optimizer"]) == (BASELINE, optimizer) and 0 in row["seeds"]
+        ]
         by_rate = {row["lr"]: losses_of(r for r in mine if r["lr"] == row["lr"]) for row in mine}
         shared = set.intersection(*map(set, by_rate.values())) if by_rate else set()
         losses = {lr: fmean(found[s] for s in shared) for lr, found in by_rate.items() if shared}
@@ -161,7 +165,7 @@ def gap_table(found: Sequence[Found]) -> str:
             "" if base else _gap(summary),
             "" if base else verdict(summary),
             str(len(summary.losses)),
-            f"{summary.ms_per_update:.0f}",
+            f"{summary.ms_per_update:.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -52,7 +52,14 @@ class StoppedError(OffbeatError, RuntimeError):
 
 
 class WorkerLost(OffbeatError, RuntimeError):
-    """Another process of this run failed, died or sent nothing for too long."""
+    """Another process of this run failed, died or sent nothing for too long.
+
+    ``rank`` is the one to which the connection broke, where that is what happened.
+    """
+
+    def __init__(self, words: str, *, rank: int | None = None) -> None:
+        super().__init__(words)
+        self.rank = rank
 
 
 class CheckpointError(OffbeatError, RuntimeError):

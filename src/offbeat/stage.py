@@ -397,6 +397,9 @@ class Stage:
         for old in self._old.values():
             for parameter, values in zip(self._trainable, old, strict=True):
                 storages.add_version(parameter, values)
+        for lent in self.corrector.predicted_in_flight():
+            for parameter, values in zip(self._trainable, lent, strict=True):
+                storages.add_version(parameter, values)
         for flight in self._flights.values():
             storages.add_graph(flight.graph)
             storages.add_tensors(nest.tensors(flight.given))

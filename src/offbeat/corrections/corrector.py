@@ -315,9 +315,16 @@ class Corrector:
         self._applied = [self._flight_of(words) for words in state["applied"]]
         self._last_read = state["last_read"]
 
+    def predicted_in_flight(self) -> Iterator[Tensors]:
+        """What forwards were lent, where a correction will ask for it."""
+        for flight in (*self._flights.values(), *self._applied):
+            kept = flight.weights
+            if kept is not None and (self._read is None or self._read.place_of(kept) is None):
+                yield kept
+
     @property
     def bytes(self) -> int:
-        """All that is kept from update to update."""
+        """Of what is kept from update to update, but for what was lent to forwards."""
         kept = [*self._memory(), *(self._before or ())]
         if self._read is not None:
             kept += self._read.tensors()

@@ -27,7 +27,7 @@ class Rewind(Correction):
     name = "rewind"
     title = "Rewound backward weights"
     acts_on = "backward weights"
-    memory = "3"
+    memory = "2; in a backward: 1 more"
     reference = "Yang et al. 2021, arXiv 1910.05124"
 
     memory_at_lag: float = 0.135

@@ -167,19 +167,21 @@ class Board:
     def is_dead(self, life: int) -> bool:
         return bool(self._store.check([f"dead/{life}"]))
 
-    def say_gone(self, why: str) -> WorkerLost | None:
+    def say_gone(self, why: str, lost: int | None) -> WorkerLost | None:
         """Ends every wait of those who cannot go on without this process, which ends now.
 
         Not all of them have a connection to it that would break: without this they would notice
         only at the next average, and might wait for each other until then.
 
-        Returns what came first, if that happened in another process.
+        ``lost``: the rank to which its connection broke. Returns what came first, if that happened
+        in another process, and is not the same loss seen from there.
         """
-        note = json.dumps([self._rank, why])
+        note = json.dumps([self._rank, why, lost])
 
         def say() -> WorkerLost | None:
-            self._store.compare_set(self._gone, "", note)
-            return self.failure()
+            _, _, lost_first = json.loads(self._store.compare_set(self._gone, "", note))
+            same = lost_first == lost and not self._store.check([self._failure])
+            return None if same else self.failure()
 
         return _answer(say)
 
@@ -201,7 +203,7 @@ class Board:
             key, words = self._gone, "has ended"
         else:
             return None
-        rank, text = json.loads(store.get(key))
+        rank, text, *_ = json.loads(store.get(key))
         return None if rank == self._rank else WorkerLost(f"rank {rank} {words}:\n{text}")
 
     def ask_to_stop(self, step: int) -> None:

@@ -285,7 +285,8 @@ class Edges:
         self.fail(
             WorkerLost(
                 f"the connection to {whom} broke ({reason}). That process has died or its"
-                " machine cannot be reached; its own output says why."
+                " machine cannot be reached; its own output says why.",
+                rank=peer,
             )
         )
 

@@ -480,11 +480,11 @@ class Processes:
         A connection also breaks because the process behind it has heard of another's end first:
         then the error says what began it.
         """
-        lost = isinstance(error, WorkerLost)
-        if not lost:
+        lost = error.rank if isinstance(error, WorkerLost) else None
+        if not isinstance(error, WorkerLost):
             self._board.report("".join(traceback.format_exception(error)))
-        first = self._board.say_gone(str(error))
-        if lost and first is not None and str(first) != str(error):
+        first = self._board.say_gone(str(error), lost)
+        if isinstance(error, WorkerLost) and first is not None and str(first) != str(error):
             error.add_note(f"offbeat: {first}")
         self.transport.fail(WorkerLost("this process failed earlier."))
 
