@@ -74,11 +74,12 @@ def test_targets_are_the_bytes_that_follow(text: Text) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_run_of_every_set_can_be_made_and_steps(optimizer: str, text: Text) -> None:
     for comparison in (c for c in COMPARISONS if c.optimizer == optimizer):
-        trainer = trainer_of(job_for(comparison), CPU)
-        for x, y in text.batches(updates=2, rows=32, context=4, seeds=[0, 1]):
+        trainer = trainer_of(job_for(comparison, seeds=(0,)), CPU)
+        way = WAYS[comparison.way]
+        updates = 1 if way.micro_batches > 8 else 2
+        for x, y in text.batches(updates=updates, rows=32, context=4, seeds=[0]):
             trainer.step(x, y)
         trainer.flush()
-        way = WAYS[comparison.way]
         assert trainer.stages == way.stages
         assert trainer.lags == way.lags
 
