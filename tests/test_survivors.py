@@ -22,7 +22,7 @@ import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trainer_for, vector_batches
 from offbeat.averaging import AllReduce, Averaging, DaSGD, EagerDiLoCo, LocalSGD
-from offbeat.errors import ConfigurationError, WorkerLost
+from offbeat.errors import ConfigurationError
 from offbeat.processes import survivors
 from offbeat.processes.survivors import Survivors
 from offbeat.processes.wire import Arrival
@@ -276,11 +276,6 @@ def test_all_must_have_been_told_the_same() -> None:
 def test_when_all_fail_the_first_error_is_raised() -> None:
     with pytest.raises(ValueError, match="a planned mistake"):
         offbeat.launch(jobs.raise_on, 1, 0, go_on=True)
-
-
-def test_by_default_a_lost_replica_still_ends_the_run() -> None:
-    with pytest.raises(WorkerLost):
-        offbeat.launch(jobs.lose_a_replica, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize(
