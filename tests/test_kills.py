@@ -118,6 +118,14 @@ def test_a_process_that_dies_before_all_have_joined_is_missed(tmp_path: Path) ->
         assert_all_ended(report, words + STORE_GONE)
 
 
+def killed_while_training(rank: int, folder: Path, **settings: Any) -> dict[str, Any]:
+    """Of a row that does nothing but train."""
+    plan = {"rank": rank, "signal": signal.SIGKILL, "phase": "training", "delay_s": 0.1}
+    plan |= {"limit_s": 30.0, "just_train": True, **settings}
+    (report,) = run_plans([plan], folder, timeout_s=100)
+    return report
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", [(3, 1), (2, 2)])
 def test_a_death_is_noticed_by_those_who_have_no_connection_to_it(
@@ -125,16 +133,7 @@ def test_a_death_is_noticed_by_those_who_have_no_connection_to_it(
 ) -> None:
     """Another replica would train on until the next average, which here never comes."""
     last = layout[0] * layout[1] - 1
-    plan = {
-        "rank": last,
-        "signal": signal.SIGKILL,
-        "phase": "training",
-        "delay_s": 0.1,
-        "limit_s": 30.0,
-        "layout": layout,
-        "just_train": True,
-    }
-    (report,) = run_plans([plan], tmp_path, timeout_s=100)
+    report = killed_while_training(last, tmp_path, layout=layout)
     words = r"WorkerLost: the connection to rank \d broke|WorkerLost: rank \d has"
     assert_all_ended(report, words + STORE_GONE)
     # Rank 0 is told, or its neighbour was and has ended: either way it names what began it.
@@ -145,15 +144,7 @@ def test_a_death_is_noticed_by_those_who_have_no_connection_to_it(
 @pytest.mark.timeout(120)
 def test_what_all_have_seen_for_themselves_is_said_once(tmp_path: Path) -> None:
     """Who ended first began nothing where both have lost the same one."""
-    plan = {
-        "rank": 1,
-        "signal": signal.SIGKILL,
-        "phase": "training",
-        "delay_s": 0.1,
-        "limit_s": 30.0,
-        "just_train": True,
-    }
-    (report,) = run_plans([plan], tmp_path, timeout_s=100)
+    report = killed_while_training(1, tmp_path)
     assert_all_ended(report, r"WorkerLost: the connection to rank 1 broke" + STORE_GONE)
     assert not any("offbeat: rank" in text for text in report["texts"])
 

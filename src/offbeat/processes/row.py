@@ -480,12 +480,13 @@ class Processes:
         A connection also breaks because the process behind it has heard of another's end first:
         then the error says what began it.
         """
-        lost = error.rank if isinstance(error, WorkerLost) else None
-        if not isinstance(error, WorkerLost):
+        if isinstance(error, WorkerLost):
+            first = self._board.say_gone(str(error), error.rank)
+            if first is not None and str(first) != str(error):
+                error.add_note(f"offbeat: {first}")
+        else:
             self._board.report("".join(traceback.format_exception(error)))
-        first = self._board.say_gone(str(error), lost)
-        if isinstance(error, WorkerLost) and first is not None and str(first) != str(error):
-            error.add_note(f"offbeat: {first}")
+            self._board.say_gone(str(error), None)
         self.transport.fail(WorkerLost("this process failed earlier."))
 
 
