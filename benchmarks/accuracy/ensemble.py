@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import torch
-from benchmarks.accuracy.kernels import conv3x3
+from benchmarks.accuracy.convolutions import conv3x3
+from benchmarks.accuracy.norms import EPSILON, norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offbeat.zoo.resnet import BasicBlock
+
+NORM_STATE = ("weight", "bias", "running_mean", "running_var")
 
 
 def ensemble(make: Callable[[], nn.Sequential], seeds: Sequence[int]) -> nn.Sequential:
@@ -41,14 +44,7 @@ def _together(layers: list[nn.Module]) -> nn.Module:
     if isinstance(first, nn.Conv2d):
         return GroupedConv(layers)
     if isinstance(first, nn.BatchNorm2d):
-        norm = nn.BatchNorm2d(len(layers) * first.num_features)
-        norm.load_state_dict(
-            {
-                name: value if value.ndim == 0 else torch.cat([_state(m)[name] for m in layers])
-                for name, value in first.state_dict().items()
-            }
-        )
-        return norm
+        return GroupedNorm(layers)
     if isinstance(first, nn.Linear):
         return GroupedLinear(layers)
     if isinstance(first, BasicBlock):
@@ -71,16 +67,49 @@ class GroupedConv(nn.Module):
         assert isinstance(first, nn.Conv2d)
         if first.kernel_size != (3, 3) or first.padding != (1, 1) or first.bias is not None:
             raise TypeError(f"an ensemble of {first} is not known")
-        self.groups = len(layers)
         self.stride = first.stride[0]
-        self.weight = nn.Parameter(torch.cat([_state(m)["weight"] for m in layers]))
+        weights = torch.stack([_state(m)["weight"] for m in layers])
+        self.weight = nn.Parameter(weights.permute(0, 3, 4, 2, 1).contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
         if torch.is_autocast_enabled(x.device.type):  # which does not know our operator
-            low = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(low), weight.to(low)
-        return conv3x3(x, weight, self.groups, self.stride)
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return conv3x3(x, self.weight, self.stride)
+
+
+class GroupedNorm(nn.Module):
+    """A BatchNorm per network, with what a block adds behind it and the ReLU behind that."""
+
+    running: Tensor
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        first = layers[0]
+        assert isinstance(first, nn.BatchNorm2d)
+        if first.eps != EPSILON or first.momentum is None:
+            raise TypeError(f"an ensemble of {first} is not known")
+        self.networks = len(layers)
+        self.momentum = first.momentum
+        self.weight, self.bias = (
+            nn.Parameter(torch.cat([_state(m)[name] for m in layers]))
+            for name in ("weight", "bias")
+        )
+        both = [
+            torch.cat([_state(m)[name] for m in layers]) for name in ("running_mean", "running_var")
+        ]
+        self.register_buffer("running", torch.stack(both))
+
+    def forward(self, x: Tensor, other: Tensor | None = None, relu: bool = False) -> Tensor:
+        if self.training:
+            y, statistics = norm(
+                x, self.weight, self.bias, networks=self.networks, other=other, relu=relu
+            )
+            self.running.lerp_(statistics[:2], self.momentum)
+            return y
+        mean, variance = self.running
+        y = F.batch_norm(x, mean, variance, self.weight, self.bias, eps=EPSILON)
+        y = y if other is None else y + other
+        return y.relu() if relu else y
 
 
 class GroupedLinear(nn.Module):
@@ -104,6 +133,11 @@ class GroupedBlock(BasicBlock):
         for name, _ in list(self.named_children()):
             setattr(self, name, _together([getattr(m, name) for m in layers]))
         self.networks = len(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn1(self.conv1(x), relu=True)
+        made: Tensor = self.bn2(self.conv2(y), self._shortcut(x), relu=True)
+        return made
 
     def _shortcut(self, x: Tensor) -> Tensor:
         if self.stride == 1:

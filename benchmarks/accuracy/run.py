@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from benchmarks.accuracy import convolutions, norms
 from benchmarks.accuracy.configurations import (
     ALONE,
     BASELINE,
@@ -27,7 +28,6 @@ from benchmarks.accuracy.configurations import (
     Recipe,
     Way,
 )
-from benchmarks.accuracy.kernels import largest_error
 from benchmarks.accuracy.mnist import Mnist
 from benchmarks.accuracy.training import Images, Job, job_of, train
 from benchmarks.averaging import mps
@@ -43,8 +43,9 @@ def prepared(arguments: argparse.Namespace, until: float) -> Run:
     """What trains a job in one of the processes."""
     torch.backends.cudnn.benchmark = True
     device = torch.device(arguments.device)
-    if device.type == "cuda" and (error := largest_error(device)) > MOST_ERROR:
-        raise SystemExit(f"the ensemble's convolutions are off by {error:.1%}")
+    for kernels in (convolutions, norms) if device.type == "cuda" else ():
+        if (error := kernels.largest_error(device)) > MOST_ERROR:
+            raise SystemExit(f"{kernels.__name__} are off by {error:.1%}")
     sets: dict[str, Images] = {}
 
     def run(job: Job) -> Row | None:

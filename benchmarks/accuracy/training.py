@@ -109,13 +109,13 @@ def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
     way = WAYS[job.way]
     streams = device.type == "cuda"
     together = len(job.seeds) > 1
-    if together:
+    if together:  # channels last by themselves
         model = ensemble(partial(network, job.network), job.seeds).to(device)
     else:
         torch.manual_seed(job.seeds[0])
         model = network(job.network).to(device)
-    if job.bf16:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if job.bf16:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def optimizer(params: Any) -> SGD:
         settings: dict[str, Any] = {"momentum": job.momentum, "weight_decay": job.weight_decay}

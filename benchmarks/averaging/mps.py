@@ -9,18 +9,25 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 PLACES = os.pathsep.join((os.environ.get("PATH", ""), "/usr/bin", "/usr/local/nvidia/bin"))
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 TOUCH = "import torch; torch.zeros(1, device='cuda').add_(1).item()"
 
 
 @contextmanager
 def sharing(wanted: bool) -> Iterator[bool]:
-    """Starts the service for the processes begun inside, and stops it; False where it will not."""
+    """Starts the service for the processes begun inside, and stops it; False where it will not.
+
+    One that the caller has started, CUDA_MPS_PIPE_DIRECTORY being set, is used and left running.
+    """
+    if wanted and PIPES in os.environ:
+        yield True
+        return
     control = shutil.which("nvidia-cuda-mps-control", path=PLACES) if wanted else None
     if control is None:
         yield False
         return
     with TemporaryDirectory(prefix="mps-") as folder:
-        names = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        names = {PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         os.environ.update(names)
         works = _starts(control)
         if not works:

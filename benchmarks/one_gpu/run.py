@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--no-compiled", action="store_true", help="leave out what compiles")
     parser.add_argument(
-        "--one-by-one", action="store_true",
-        help="build what does not compile one after the other: for those that need much memory",
+        "--one-by-one", nargs="+", choices=list(WORKLOADS), default=[],
+        help="workloads that need much memory: build what does not compile one after the other",
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"), help="appended to")
@@ -174,7 +174,7 @@ def main() -> None:
     for workload, contestants in slow.items():
         for name, make in plain(arguments.stages).items():
             contestants[name] = Contestant(workload, make, warm_up)
-            if arguments.one_by_one:
+            if workload in arguments.one_by_one:
                 print(workload, name, contestants[name].row, flush=True)
         rows = compete(contestants, arguments.turns)
         for contestant in contestants.values():

@@ -45,6 +45,10 @@ def ways(steps: int) -> dict[str, Way]:
         "lag 3, spike compensation": (PipeDream(), ["spike-compensation"]),
         "lag 3, last tenth synchronous": (synchronous_end, []),
         "lag 2, two micro-batches": (PipeDream(accumulate=2), []),
+        "lag 2, two micro-batches, spike compensation": (
+            PipeDream(accumulate=2),
+            ["spike-compensation"],
+        ),
         "lag 6": (StaleWeights(), []),
     }
 
