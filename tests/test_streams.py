@@ -7,8 +7,9 @@ not. ``benchmarks/one_gpu/bits.py`` makes the same comparison on a real one.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -665,3 +666,48 @@ def test_streams_are_entered_and_left_without_asking(monkeypatch: pytest.MonkeyP
     assert cuda.asked == 1
     cuda.current = "another"
     assert lanes.current_stream() == "another"  # outside nothing is taken for granted
+
+
+class PretendedGraph:
+    def capture_begin(self, **_: Any) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_collected_while_cuda_records(
+    monkeypatch: pytest.MonkeyPatch, collecting: bool, fails: bool
+) -> None:
+    """A trainer that was dropped is garbage with recordings, and CUDA forbids to destroy these."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    monkeypatch.setattr(lanes.Lane, "_own_random_numbers", lambda _: nullcontext())
+    monkeypatch.setattr(lanes.Lane, "_abandon", lambda *_: None)
+    lane = object.__new__(lanes.Lane)
+    destroyed: list[str] = []
+    by_the_end: list[list[str]] = []
+
+    class DroppedTrainer:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            destroyed.append("a recording")
+
+    def launch() -> None:
+        DroppedTrainer()
+        made: list[Any] = [
+            [] for _ in range(10 * gc.get_threshold()[0])
+        ]  # more than sets off a collection
+        by_the_end.append(list(destroyed))
+        if fails:
+            raise RuntimeError(f"not permitted, as the {len(made)}th")
+
+    (gc.enable if collecting else gc.disable)()
+    try:
+        with pytest.raises(NotRecordable) if fails else nullcontext():
+            lane.record(launch, pool="any")
+        assert by_the_end == [[]]
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()

@@ -5,6 +5,7 @@ means to record work once and replay it. Between lanes, order is kept by instant
 lane's queue that another lane waits for. The host never waits.
 """
 
+import gc
 import os
 import threading
 import traceback
@@ -141,7 +142,7 @@ class Lane:
         graph = torch.cuda.CUDAGraph()
         pool = self.pool() if pool is None else pool
         drawn = torch.default_generator.get_state()
-        with self._own_random_numbers():
+        with self._own_random_numbers(), _nothing_collected():
             # Other threads (a loader that pins memory) may go on with what capture forbids us.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -174,6 +175,18 @@ class Lane:
             yield
         finally:
             default.graphsafe_set_state(before)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """CUDA forbids to destroy a recording, say an earlier trainer's, while it makes another."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _place(error: BaseException) -> str:
