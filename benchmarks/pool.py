@@ -4,15 +4,17 @@ Small networks leave most of a GPU idle; under NVIDIA's multi-process service (a
 kernels of many runs work side by side.
 """
 
+import _thread
 import gc
 import json
 import multiprocessing
 import os
 import platform
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,6 +26,8 @@ import offbeat
 
 MARGIN_S = 8.0
 """Of a limit, kept for what is under way to end by itself."""
+LONGEST_WARNING = 300
+"""Characters that are stored; "out of memory" lists every process of the GPU."""
 Row = dict[str, Any]
 Run = Callable[[Any], Row | None]
 """Trains one job; None if it could not end in time."""
@@ -31,14 +35,28 @@ Run = Callable[[Any], Row | None]
 
 def _work(prepare: Callable[[float], Run], link: Connection, until: float) -> None:
     torch.set_num_threads(1)
-    run = prepare(until)
-    link.send(None)
-    while (job := link.recv()) is not None:
-        try:
-            link.send(run(job))
-        except Exception as error:
-            traceback.print_exc()
-            link.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    try:
+        run = prepare(until)
+        link.send(None)
+        while (job := link.recv()) is not None:
+            try:
+                link.send(run(job))
+            except Exception as error:
+                traceback.print_exc()
+                link.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+    except (KeyboardInterrupt, EOFError, BrokenPipeError):
+        # Who leaves the multi-process service with work in its queue takes all others along.
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+
+def _stop_with_parent() -> None:
+    """Else a command that was killed would leave its runs behind, training for nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    _thread.interrupt_main()
 
 
 def cleared_up(run: Callable[[], Row | None], device: torch.device) -> Row | None:
@@ -51,7 +69,7 @@ def cleared_up(run: Callable[[], Row | None], device: torch.device) -> Row | Non
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    words = sorted({str(warning.message) for warning in said})
+    words = sorted({str(warning.message)[:LONGEST_WARNING] for warning in said})
     return None if found is None else found | {"warnings": words}
 
 
@@ -88,12 +106,22 @@ class Store:
         print(f"{time.monotonic() - self._start:6.1f} s  {self._line(row)}", flush=True)
 
 
+def first_that_fits(wanted: Iterable[float], at_work: Sequence[float], most: float) -> int | None:
+    """The place of the first that fits beside those at work; with none at work anything does."""
+    for place, need in enumerate(wanted):
+        if not at_work or need + sum(at_work) <= most:
+            return place
+    return None
+
+
 class Pool:
     """Processes that wait for jobs; what they find is handed to ``store`` as it comes.
 
     ``prepare``  called in every process with the time at which runs must have ended; loads the data
                  and returns what runs a job.
     ``limit_s``  after so many seconds no job is handed out any more, and none is waited for.
+    ``needs``    what a job takes of something that all share, such as GiB of memory; those at work
+                 take at most ``most`` together, unless one alone takes more.
     """
 
     def __init__(
@@ -103,8 +131,12 @@ class Pool:
         *,
         parallel: int,
         limit_s: float,
+        needs: Callable[[Any], float] = lambda _: 0.0,
+        most: float = 0.0,
     ) -> None:
         self._store = store
+        self._needs = needs
+        self._most = most
         self._until = time.monotonic() + limit_s - MARGIN_S
         self._idle: list[Connection] = []
         self._busy: dict[Connection, Any] = {}
@@ -123,11 +155,15 @@ class Pool:
 
     def finish(self, jobs: list[Any]) -> None:
         """Hands out jobs until none is left and all have ended, or the time is up."""
-        left = jobs[::-1]
+        left = list(jobs)
         while True:
-            while left and self._idle and time.monotonic() < self._until:
+            while self._idle and time.monotonic() < self._until:
+                at_work = [self._needs(job) for job in self._busy.values() if job is not None]
+                place = first_that_fits(map(self._needs, left), at_work, self._most)
+                if place is None:
+                    break
                 link = self._idle.pop()
-                self._busy[link] = left.pop()
+                self._busy[link] = left.pop(place)
                 link.send(self._busy[link])
             if not self._busy or (not left and not any(self._busy.values())):
                 break

@@ -167,6 +167,7 @@ class Set:
     """In groups, each of which is trained as one."""
     rates: Sequence[float] = (1.0,)
     """Factors on the recipe's learning rate, for BP as for all."""
+    epochs: int = 10
 
     @cached_property
     def count(self) -> int:
@@ -204,8 +205,9 @@ SETS = {
         network="resnet-20",
         cuts=[Cut(stages=4)],
         ways=[
-            *ORDERS_AND_RULES, *ACCUMULATION, "1F1B + spike", "1F1B + predict geometric",
-            "1F1B, M=2 + spike", "1F1B, M=4 + spike", "1F1B, tail", "stale, tail", "stale, half",
+            "1F1B, M=2 + spike", "1F1B, M=4 + spike", "stale, current", "1F1B, stash",
+            "1F1B, current", "stale, stash", "1F1B, M=2", "1F1B, M=4", "1F1B, M=8", "1F1B + spike",
+            "1F1B + predict geometric", "1F1B, tail", "stale, tail", "stale, half",
         ],
         seeds=_FIVE,
     ),
@@ -213,12 +215,19 @@ SETS = {
         question="Twenty stages",
         network="resnet-56",
         cuts=[Cut(stages=20)],
+        ways=["1F1B, M=16 + spike", "1F1B, M=8 + spike", "1F1B, stash", "1F1B + spike"],
+        seeds=_FIVE,
+    ),
+    "twenty-briefly": Set(
+        question="Twenty stages, half as long",
+        network="resnet-56",
+        cuts=[Cut(stages=20)],
         ways=[
-            "stale, current", "stale, stash", "1F1B, stash", "1F1B, M=4", "1F1B, M=8", "1F1B, M=16",
-            "1F1B, M=8 + spike", "1F1B, M=16 + spike", "1F1B + rate by lag", "1F1B + spike",
-            "stale, half", "BP, M=16",
+            "stale, current", "stale, stash", "1F1B, stash", "1F1B + spike", "1F1B + rate by lag",
+            "1F1B, M=4", "1F1B, M=8", "1F1B, M=16", "stale, half", "BP, M=16",
         ],
         seeds=_FIVE,
+        epochs=5,
     ),
     "rates": Set(
         question="At other learning rates, for all alike",
@@ -227,6 +236,7 @@ SETS = {
         ways=["stale, current", "1F1B, stash", "1F1B, M=4 + spike", "1F1B, M=8"],
         seeds=_FIVE,
         rates=(0.5, 2.0),
+        epochs=5,
     ),
     "registers": Set(
         question="Accuracy against the share of weights that are stale",
@@ -234,6 +244,7 @@ SETS = {
         cuts=[Cut(ppv=(layer,)) for layer in (1, 3, 7, 11, 13, 15, 17, 19)],
         ways=["stale, current", "stale, half"],
         seeds=_FIVE,
+        epochs=5,
     ),
     "table": Set(
         question="ResNet-56 in two, three and four modules, beside the published table",
@@ -242,6 +253,7 @@ SETS = {
         cuts=[Cut(cuts=(16,)), Cut(cuts=(12, 21)), Cut(cuts=(9, 16, 23))],
         ways=list(OF_THE_TABLE),
         seeds=(tuple(range(3)),),
+        epochs=5,
     ),
     "resnet-20": Set(
         question="The paper's ResNet-20: a register behind layer 7",

@@ -29,7 +29,7 @@ from benchmarks.accuracy.configurations import (
     Way,
 )
 from benchmarks.accuracy.mnist import Mnist
-from benchmarks.accuracy.training import Images, Job, job_of, train
+from benchmarks.accuracy.training import Images, Job, gib_of, job_of, train
 from benchmarks.averaging import mps
 from benchmarks.averaging.data import Cifar
 from benchmarks.averaging.summary import read
@@ -86,7 +86,7 @@ def jobs_of(arguments: argparse.Namespace, name: str) -> list[Job]:
         for rate in of.rates:
             settings = {
                 "network": of.network,
-                "epochs": arguments.epochs,
+                "epochs": arguments.epochs or of.epochs,
                 "rows": arguments.rows,
                 "batch": recipe.batch,
                 "lr": rate * recipe.lr,
@@ -122,11 +122,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SETS, required=True, help="sets of runs")
     parser.add_argument("--ways", default="*", help="of these sets, as in '1F1B*'; BP always")
     parser.add_argument("--groups", type=int, help="of seeds; by default all of a set")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, help="by default those of each set")
     parser.add_argument("--rows", type=int, default=60_000, help="training images, at most")
     parser.add_argument("--compile", action="store_true", help="all stages, of BP as well")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parallel", type=int, default=6)
+    parser.add_argument("--gib", type=float, default=120.0, help="that runs may take together")
     parser.add_argument("--limit-s", type=float, default=1e6)
     arguments = parser.parse_args()
     jobs = new_ones(
@@ -139,6 +140,8 @@ def main() -> None:
             Store(arguments, served, line),
             parallel=min(arguments.parallel, len(jobs)),
             limit_s=arguments.limit_s,
+            needs=gib_of,
+            most=arguments.gib,
         )
         try:
             pool.finish(jobs)

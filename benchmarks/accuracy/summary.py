@@ -29,7 +29,7 @@ class Found:
     accuracies: Sequence[float]
     gaps: Sequence[float]
     """What BP of the same seed has more; one per seed that both have."""
-    updates: int
+    epochs: int
 
     @property
     def gap(self) -> float:
@@ -75,7 +75,7 @@ def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
                     lr=row["lr"],
                     accuracies=[mine[seed] for seed in sorted(mine)],
                     gaps=[base[seed] - mine[seed] for seed in shared],
-                    updates=row["epochs"] * (row["rows"] // row["batch"]),
+                    epochs=row["epochs"],
                 )
             )
     return made
@@ -100,6 +100,8 @@ def of_set(rows: Sequence[Row], name: str) -> list[list[Found]]:
     recipe = RECIPES.get(of.network, Recipe())
     rates = {rate * recipe.lr for rate in of.rates}
     fitting = [row for row in rows if row["network"] == of.network and row["lr"] in rates]
+    # As long as the set says; runs of another length are shown where there are no others.
+    fitting = [row for row in fitting if row["epochs"] == of.epochs] or fitting
     made = [found_in(comparable, of) for comparable in settings_in(fitting)]
     return [found for found in made if any(summary.way != BASELINE for summary in found)]
 
@@ -111,8 +113,8 @@ def text_of(rows: Sequence[Row]) -> str:
     parts = []
     for name, of in SETS.items():
         for found in of_set(rows, name):
-            head = f"### {name}: {of.question}\n\n{of.network}, learning rate {found[0].lr:g}"
-            parts.append(f"{head}.\n\n{table(found)}")
+            recipe = f"{of.network}, {found[0].epochs} epochs, learning rate {found[0].lr:g}"
+            parts.append(f"### {name}: {of.question}\n\n{recipe}.\n\n{table(found)}")
     return "\n\n".join(parts) + "\n"
 
 

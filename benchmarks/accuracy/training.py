@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from offbeat.zoo import network
 
 LOOKS_EVERY = 50
 """Updates between two looks at the clock."""
+GIB, MIB_AN_IMAGE, MIB_AN_IMAGE_DEEP = 1.5, 3.3, 6.0
+"""Of the GPU, as seen: what a run takes for itself and per image at work (deep: ResNet-56)."""
 
 
 class Images(Protocol):
@@ -103,6 +106,17 @@ def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[s
         "ms_per_update": round(1e3 * (seconds - first_s) / max(1, done - LOOKS_EVERY), 3),
         "memory_gib": memory_gib(device),
     }
+
+
+def gib_of(job: Job) -> float:
+    """About what a run takes of the GPU, so that runs beside each other find enough."""
+    stages = job.stages or len(job.cuts or job.ppv or ()) + 1
+    method, _ = WAYS[job.way].method(1000).phases()[0]
+    schedule = method.schedule(stages)
+    at_work = 1 + fmean(schedule.in_flight(stage) for stage in range(stages))
+    images = at_work * job.batch * len(job.seeds) / schedule.micro_batches
+    an_image = MIB_AN_IMAGE_DEEP if job.network == "resnet-56" else MIB_AN_IMAGE
+    return GIB + images * an_image / 1024
 
 
 def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:

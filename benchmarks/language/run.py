@@ -166,12 +166,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--seeds", type=int, nargs="+", help="trained as one; by default as many as the set has"
     )
-    made.add_argument("--updates", type=int, default=2000)
+    made.add_argument("--updates", type=int, default=1500)
     made.add_argument("--rows", type=int, default=32, help="per update")
-    made.add_argument("--context", type=int, default=128)
+    made.add_argument("--context", type=int, default=64)
     made.add_argument("--width", type=int, default=128)
     made.add_argument("--dropout", type=float, default=0.0)
-    made.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
+    made.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="tf32")
     made.add_argument("--device", default="cuda")
     made.add_argument("--parallel", type=int, default=6)
     made.add_argument("--limit-s", type=float, default=1e6)

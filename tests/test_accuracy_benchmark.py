@@ -1,0 +1,60 @@
+"""benchmarks/accuracy: which runs are made, and which are compared."""
+
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.accuracy.configurations import BASELINE, SETS
+from benchmarks.accuracy.run import jobs_of
+from benchmarks.accuracy.summary import of_set, text_of
+from benchmarks.accuracy.training import Job
+
+
+def jobs(name: str, **given: Any) -> list[Job]:
+    settings = {
+        "ways": "*", "groups": None, "epochs": None, "rows": 60_000, "compile": False,
+        "device": "cuda",
+    }  # fmt: skip
+    return jobs_of(Namespace(**(settings | given)), name)
+
+
+def row(job: Job, accuracies: list[float]) -> dict[str, Any]:
+    return asdict(job) | {"accuracies": accuracies, "lags": [1, 0], "stale_share": 0.5}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_has_bp_and_all_its_ways_for_all_its_seeds(name: str) -> None:
+    made = jobs(name)
+    of = SETS[name]
+    assert {job.way for job in made} == {BASELINE, *of.ways}
+    assert len({job.key for job in made}) == len(made)
+    for way in (BASELINE, *of.ways):
+        cuts = 1 if way == BASELINE else len(of.cuts)
+        trained = [seed for job in made if job.way == way for seed in job.seeds]
+        assert len(trained) == of.count * cuts * len(of.rates)
+    assert {job.epochs for job in made} == {of.epochs}
+    assert {job.epochs for job in jobs(name, epochs=2)} == {2}
+
+
+def test_runs_are_compared_with_bp_of_their_seed_and_length() -> None:
+    long, short = jobs("twenty", ways="1F1B, stash"), jobs("twenty-briefly", ways="1F1B, stash")
+    rows = [
+        row(long[0], [0.90, 0.91, 0.92, 0.93, 0.94]),
+        row(long[1], [0.89, 0.91, 0.90, 0.93, 0.94]),
+        row(short[0], [0.80] * 5),
+        row(short[1], [0.79] * 5),
+    ]
+    (found,) = of_set(rows, "twenty")
+    assert [summary.way for summary in found] == [BASELINE, "1F1B, stash"]
+    assert found[1].gaps == pytest.approx([1, 0, 2, 0, 0])
+    (found,) = of_set(rows, "twenty-briefly")
+    assert found[1].gap == pytest.approx(1)
+    assert "10 epochs" in text_of(rows)
+    (found,) = of_set(rows[2:], "twenty")  # better than nothing
+    assert found[1].epochs == 5
