@@ -94,6 +94,7 @@ def jobs_of(arguments: argparse.Namespace, name: str) -> list[Job]:
                 "weight_decay": recipe.weight_decay,
                 "bf16": arguments.device.startswith("cuda"),
                 "compiled": arguments.compile,
+                "kernels": "fused",
             }
             job = partial(Job, **settings)
             plain = Cut(stages=1)

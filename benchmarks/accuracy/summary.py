@@ -99,9 +99,11 @@ def of_set(rows: Sequence[Row], name: str) -> list[list[Found]]:
     of = SETS[name]
     recipe = RECIPES.get(of.network, Recipe())
     rates = {rate * recipe.lr for rate in of.rates}
-    fitting = [row for row in rows if row["network"] == of.network and row["lr"] in rates]
-    # As long as the set says; runs of another length are shown where there are no others.
-    fitting = [row for row in fitting if row["epochs"] == of.epochs] or fitting
+    fitting = [
+        row
+        for row in rows
+        if (row["network"], row["epochs"]) == (of.network, of.epochs) and row["lr"] in rates
+    ]
     made = [found_in(comparable, of) for comparable in settings_in(fitting)]
     return [found for found in made if any(summary.way != BASELINE for summary in found)]
 
@@ -115,6 +117,10 @@ def text_of(rows: Sequence[Row]) -> str:
         for found in of_set(rows, name):
             recipe = f"{of.network}, {found[0].epochs} epochs, learning rate {found[0].lr:g}"
             parts.append(f"### {name}: {of.question}\n\n{recipe}.\n\n{table(found)}")
+    lengths = {(of.network, of.epochs) for of in SETS.values()}
+    others = sum((row["network"], row["epochs"]) not in lengths for row in rows)
+    if others:
+        parts.append(f"{others} runs of other lengths than their sets' are not shown.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -55,6 +55,9 @@ class Job:
     weight_decay: float
     bf16: bool
     compiled: bool = False
+    kernels: str = "separate"
+    """Of ensembles on a GPU: "separate" were the first, which rounded gradients to bfloat16 and a
+    block's sum before its ReLU; "fused" round neither. Not to be mixed in a comparison."""
 
     @property
     def key(self) -> str:
