@@ -90,13 +90,10 @@ class GroupedNorm(nn.Module):
             raise TypeError(f"an ensemble of {first} is not known")
         self.networks = len(layers)
         self.momentum = first.momentum
-        self.weight, self.bias = (
-            nn.Parameter(torch.cat([_state(m)[name] for m in layers]))
-            for name in ("weight", "bias")
-        )
-        both = [
-            torch.cat([_state(m)[name] for m in layers]) for name in ("running_mean", "running_var")
-        ]
+        together = {name: torch.cat([_state(m)[name] for m in layers]) for name in NORM_STATE}
+        self.weight = nn.Parameter(together["weight"])
+        self.bias = nn.Parameter(together["bias"])
+        both = [together["running_mean"], together["running_var"]]
         self.register_buffer("running", torch.stack(both))
 
     def forward(self, x: Tensor, other: Tensor | None = None, relu: bool = False) -> Tensor:

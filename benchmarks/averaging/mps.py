@@ -19,12 +19,12 @@ def sharing(wanted: bool) -> Iterator[bool]:
 
     One that the caller has started, CUDA_MPS_PIPE_DIRECTORY being set, is used and left running.
     """
-    if wanted and PIPES in os.environ:
-        yield True
-        return
     control = shutil.which("nvidia-cuda-mps-control", path=PLACES) if wanted else None
     if control is None:
         yield False
+        return
+    if PIPES in os.environ:
+        yield _serves(control)
         return
     with TemporaryDirectory(prefix="mps-") as folder:
         names = {PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
@@ -40,9 +40,17 @@ def sharing(wanted: bool) -> Iterator[bool]:
 
 
 def _starts(control: str) -> bool:
-    """Whether a process that uses the GPU is really served, not just the daemon there."""
     try:
         subprocess.run([control, "-d"], check=True, timeout=20, capture_output=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"no MPS: {error}", flush=True)
+        return False
+    return _serves(control)
+
+
+def _serves(control: str) -> bool:
+    """Whether a process that uses the GPU is really served, not just the daemon there."""
+    try:
         subprocess.run([sys.executable, "-c", TOUCH], check=True, timeout=60, capture_output=True)
         asked = subprocess.run(
             [control], input="get_server_list\n", text=True, timeout=20, capture_output=True

@@ -108,7 +108,10 @@ def _compete(name: str, make: Callable[..., Step], warm_up: int, link: Connectio
     _turn(step, batches, 10)
     said = sorted({str(w.message) for w in caught if "offbeat" in str(w.filename)})
     memory = torch.cuda.max_memory_reserved() / 2**20
-    link.send({"warm_up_s": seconds, "memory_mib": memory, "messages": said})
+    # Stages are cut by time, which others may have been taking then.
+    cuts = getattr(getattr(step, "__self__", None), "cuts", None)
+    row = {"warm_up_s": seconds, "memory_mib": memory, "messages": said}
+    link.send(row if cuts is None else row | {"cuts": list(cuts)})
     while True:
         link.send(_turn(step, batches, link.recv()))
 
