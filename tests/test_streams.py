@@ -711,3 +711,76 @@ def test_nothing_is_collected_while_cuda_records(
         assert gc.isenabled() == collecting
     finally:
         gc.enable()
+
+
+class LossOnTheGpu:
+    """Can be sent to the host and nothing else."""
+
+    is_cuda = True
+    dtype = torch.float64
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def detach(self) -> LossOnTheGpu:
+        return self
+
+
+class Landing:
+    """A place on the host in which a value is once somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+        self.under_way: dict[int, float] = {}
+        self.dtype = torch.float64
+
+    def __getitem__(self, place: int) -> Any:
+        landing = self
+
+        class Place:
+            def copy_(self, loss: LossOnTheGpu, non_blocking: bool) -> Place:
+                assert non_blocking
+                landing.values.pop(place, None)
+                landing.under_way[place] = loss.value
+                return self
+
+            def __float__(self) -> float:
+                return landing.values[place]
+
+        return Place()
+
+
+def test_losses_reach_the_ledger_in_small_portions_and_without_asking_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was asked for in one go left the GPU without work once in 170 steps of eight stages."""
+    landing, portions = Landing(), []
+    made: list[dict[str, Any]] = []
+
+    def memory(count: int, **settings: Any) -> Landing:
+        made.append({"count": count} | settings)
+        return landing
+
+    class Sent(PretendedInstant):
+        def synchronize(self) -> None:
+            landing.values |= landing.under_way
+            landing.under_way.clear()
+
+    monkeypatch.setattr(streams, "marked", lambda: Sent(perf_counter()))
+    monkeypatch.setattr(streams, "_UNSETTLED", 40)
+    monkeypatch.setattr(streams, "_AT_ONCE", 10)
+    monkeypatch.setattr(torch, "empty", memory)
+    ledger = Ledger()
+    late = streams.LateLedger(ledger, PretendedLane(CPU))  # type: ignore[arg-type]
+    for batch in range(200):
+        before = len(ledger)
+        now = PretendedInstant(perf_counter())
+        loss = LossOnTheGpu(batch / 7) if batch % 2 else None
+        late.record("F", batch % 2, batch, 0, now, now, loss)  # type: ignore[arg-type]
+        portions.append(len(ledger) - before)
+    assert max(portions) == 10
+    assert 160 < sum(portions) <= 170  # the newest are left to the GPU
+    late.settle()
+    assert [row.loss for row in ledger if row.batch % 2] == [n / 7 for n in range(1, 200, 2)]
+    assert [row.batch for row in ledger] == list(range(200))
+    assert made == [{"count": 40, "dtype": torch.float64, "pin_memory": True}]

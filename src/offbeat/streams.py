@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.lanes import Instant, Lane, current_stream
+from offbeat.lanes import Instant, Lane, current_stream, marked
 from offbeat.ledger import Event, Ledger
 from offbeat.transport import Key
 from offbeat.transport.memory import Memory
@@ -21,8 +21,10 @@ from offbeat.worker import Worker, run_in_turn
 
 _QUEUES = 8
 """How many streams a GPU keeps apart unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
-_UNSETTLED = 4096
-"""Entries of which the times are still on the GPU, before they are asked for."""
+_UNSETTLED = 8192
+"""Entries of which the times are still on the GPU, before the oldest are asked for."""
+_AT_ONCE = 256
+"""So many of them: what takes the CPU longer than the GPU has work queued leaves it idle."""
 
 
 class Streams:
@@ -92,6 +94,8 @@ class LateLedger:
     def __init__(self, ledger: Ledger, lane: Lane) -> None:
         self._ledger = ledger
         self._rows: deque[tuple[Any, ...]] = deque()
+        self._host: Tensor | None = None
+        self._sent = 0
         self._zero = lane.now()
         self._zero_s = perf_counter()
 
@@ -106,25 +110,36 @@ class LateLedger:
         loss: Tensor | None = None,
         replica: int = 0,
     ) -> None:
-        self._rows.append((kind, stage, batch, version, start, end, loss, replica))
-        if len(self._rows) >= 2 * _UNSETTLED:
-            self.settle(_UNSETTLED)
+        landed = end
+        if loss is not None and loss.is_cuda:
+            loss = self._sent_to_host(loss)
+            landed = marked()
+        self._rows.append((kind, stage, batch, version, start, end, loss, replica, landed))
+        if len(self._rows) >= _UNSETTLED:
+            self.settle(_AT_ONCE)
+
+    def _sent_to_host(self, loss: Tensor) -> Tensor:
+        """Sent off now: asked for later, it would come after all that its lane holds by then."""
+        if self._host is None or self._host.dtype != loss.dtype:
+            self.settle()
+            # At once for all: to get such memory makes the GPU wait.
+            self._host = torch.empty(_UNSETTLED, dtype=loss.dtype, pin_memory=True)
+        place = self._host[self._sent % _UNSETTLED]
+        self._sent += 1
+        return place.copy_(loss.detach(), non_blocking=True)
 
     def settle(self, count: int | None = None) -> None:
         """Moves the oldest entries, by default all, to the ledger, waiting for them if need be."""
         rows = [self._rows.popleft() for _ in range(len(self._rows) if count is None else count)]
         if not rows:
             return
-        # Ends of one kind and stage come one after the other: the last of each stands for all.
-        for end in {(kind, stage): end for kind, stage, _, _, _, end, _, _ in rows}.values():
-            end.event.synchronize()
-        known = [row[6] for row in rows if row[6] is not None]
-        losses = iter(torch.stack(known).tolist() if known else ())
-        for kind, stage, batch, version, start, end, loss, replica in rows:
+        # Those of one kind and stage come one after the other: the last of each stands for all.
+        for landed in {(row[0], row[1]): row[-1] for row in rows}.values():
+            landed.event.synchronize()
+        for kind, stage, batch, version, start, end, loss, replica, _ in rows:
             start_s = self._zero_s + start.seconds_after(self._zero)
             end_s = self._zero_s + end.seconds_after(self._zero)
-            number = None if loss is None else next(losses)
-            self._ledger.record(kind, stage, batch, version, start_s, end_s, number, replica)
+            self._ledger.record(kind, stage, batch, version, start_s, end_s, loss, replica)
         # Times are 32-bit floats on the device: a new zero keeps them exact in long runs.
         self._zero_s = end_s
         self._zero = rows[-1][5]
