@@ -21,7 +21,7 @@ from offbeat.cli.live import Screen
 from offbeat.experiment import Choice, Experiment
 from offbeat.runs import Run
 from offbeat.study import cells_of
-from offbeat.training import build, run_experiment, scheduler_factory
+from offbeat.training import Progress, build, run_experiment, scheduler_factory
 from offbeat.zoo import data_named
 
 SHORT = ["--epochs", "1", "--lr", "0.02"]
@@ -284,3 +284,29 @@ def test_a_report_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_help_does_not_wait_for_torch() -> None:
     script = "import sys\nfrom offbeat.cli import main\ntry:\n main(['train', '--help'])\nexcept SystemExit:\n assert 'torch' not in sys.modules"  # noqa: E501
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+class LossOnAGpu:
+    is_cuda = True
+
+    def __init__(self, value: float, read: list[float]) -> None:
+        self._value, self._read = value, read
+
+    def __float__(self) -> float:
+        self._read.append(self._value)
+        return self._value
+
+
+def test_losses_on_a_gpu_are_read_with_the_metrics_not_with_every_step() -> None:
+    """Whoever reads one waits until the GPU has nothing left to do."""
+    progress, read = Progress(1, 100), list[float]()
+    for step in range(1, 24):
+        progress.step = step
+        progress.add(LossOnAGpu(float(step), read))  # type: ignore[arg-type]
+        assert len(read) == step // 10 * 10
+    assert progress.loss == 20
+    progress.read_losses()  # as before a checkpoint
+    assert progress.loss == 23
+    assert progress.losses == read == list(range(1, 24))
+    progress.add(torch.tensor(0.5))
+    assert progress.loss == 0.5

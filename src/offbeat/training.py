@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -34,6 +34,8 @@ from offbeat.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, data_named, network_for
 
+METRICS_EVERY = 10
+"""Steps over which losses are averaged."""
 _LEDGER_ENTRIES = 4000
 """Kept of a run's ledger for its timeline; lags and waits are counted over the whole run."""
 
@@ -47,12 +49,28 @@ class Progress:
     epoch: int = 0
     step: int = 0
     loss: float = math.nan
+    losses: list[float] = field(default_factory=list)
+    """Of the steps since metrics were written last."""
     rows_per_s: float = 0.0
     evaluation: Evaluation | None = None
+    _waiting: list[Tensor] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
         return self.epochs * self.steps_per_epoch
+
+    def add(self, loss: Tensor) -> None:
+        """Of a step; on a GPU it is not read yet: who reads waits for all that is queued there."""
+        self._waiting.append(loss)
+        if not loss.is_cuda or self.step % METRICS_EVERY == 0:
+            self.read_losses()
+
+    def read_losses(self) -> None:
+        for loss in map(float, self._waiting):
+            self.loss = loss
+            if not math.isnan(loss):
+                self.losses.append(loss)
+        self._waiting.clear()
 
 
 class Watcher(Protocol):
@@ -143,7 +161,7 @@ def _train(
             rows += experiment.batch_size
             progress.rows_per_s = rows / (time.perf_counter() - began)
             if loss is not None:
-                progress.loss = float(loss)
+                progress.add(loss)
             for watcher in watchers:
                 watcher.step(trainer, progress)
             done = progress.step == experiment.max_steps
@@ -372,10 +390,12 @@ class Saver:
     def save(self, trainer: Trainer) -> None:
         """A checkpoint that cannot be written is told, and training goes on."""
         progress = self._progress
+        progress.read_losses()
         place = {
             "epoch": progress.epoch,
             "step": progress.step,
             "loss": progress.loss,
+            "losses": list(progress.losses),
             **self._recorder.state(),
         }
         with _told(trainer):
@@ -383,7 +403,7 @@ class Saver:
 
     def go_on_from(self, place: dict[str, Any]) -> None:
         self._progress.epoch, self._progress.step = place["epoch"], place["step"]
-        self._progress.loss = place["loss"]
+        self._progress.loss, self._progress.losses = place["loss"], place["losses"]
         self._recorder.go_on_from(place)
 
     def finish(self, trainer: Trainer) -> None:
@@ -406,17 +426,14 @@ class Recorder:
     def __init__(self, writer: RunWriter | None) -> None:
         self._writer = writer
         self._began = time.perf_counter()
-        self._losses: list[float] = []
-        self._every = 10
         self.time_s = 0.0
 
     def state(self) -> dict[str, Any]:
         passed = time.perf_counter() - self._began
         lines = 0 if self._writer is None else self._writer.lines
-        return {"losses": list(self._losses), "time_s": passed, "lines": lines}
+        return {"time_s": passed, "lines": lines}
 
     def go_on_from(self, state: dict[str, Any]) -> None:
-        self._losses = state["losses"]
         self._began = time.perf_counter() - state["time_s"]
 
     def place(self, progress: Progress) -> dict[str, Any]:
@@ -425,13 +442,11 @@ class Recorder:
         return {"step": progress.step, "epoch": round(epoch, 4), "time_s": round(self.time_s, 4)}
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
-        if self._writer is None:
+        if progress.step % METRICS_EVERY or not progress.losses:
             return
-        if progress.loss == progress.loss:
-            self._losses.append(progress.loss)
-        if progress.step % self._every == 0 and self._losses:
-            mean = sum(self._losses) / len(self._losses)
-            self._losses.clear()
+        mean = sum(progress.losses) / len(progress.losses)
+        progress.losses.clear()
+        if self._writer is not None:
             self._writer.add(
                 "step",
                 **self.place(progress),

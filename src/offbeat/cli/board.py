@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat.errors import MissingExtra
 from offbeat.trainer import Trainer
-from offbeat.training import Progress
+from offbeat.training import METRICS_EVERY, Progress
 
 
 class Board:
@@ -26,7 +26,7 @@ class Board:
         self._writer = self._open()  # not before the folder is known to be free
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
-        if progress.step % 10 == 0:
+        if progress.step % METRICS_EVERY == 0:
             self._add("train/loss", progress.loss, progress)
             self._add("train/rows_per_s", progress.rows_per_s, progress)
             if trainer.learning_rate is not None:
