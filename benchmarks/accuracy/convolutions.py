@@ -13,14 +13,9 @@ images it is the number of kernels that takes the time.
 from typing import Any
 
 import torch
+from benchmarks.accuracy.kernels import channels_last, draws, error_of, in_triton, tl, triton
 from torch import Tensor
 from torch.nn import functional as F
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # PyTorch for the CPU comes without
-    triton = None
 
 PIXELS_AT_ONCE = 128
 LEAST_CHANNELS = 16
@@ -160,14 +155,6 @@ if triton is not None:
         tl.store(place + 2 * C_IN * C_OUT, right, mask=wanted)
 
 
-def in_triton(x: Tensor) -> bool:
-    return triton is not None and x.is_cuda and x.dtype == torch.bfloat16
-
-
-def channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last)
-
-
 def _images(like: Tensor, *shape: int) -> Tensor:
     """Memory for images, which lie channels last on every path: who compiles relies on it."""
     return torch.empty(
@@ -278,13 +265,7 @@ def conv3x3(x: Tensor, weight: Tensor, stride: int) -> Tensor:
 
 def largest_error(device: torch.device) -> float:
     """Relative, against PyTorch's own convolutions in full precision, over all shapes in use."""
-    generator = torch.Generator(device).manual_seed(0)
-    networks, worst = 3, 0.0
-
-    def drawn(*shape: int) -> Tensor:
-        # Values that bfloat16 knows: weights are rounded to it on their way.
-        return torch.randn(shape, device=device, generator=generator).bfloat16()
-
+    drawn, networks, worst = draws(device), 3, 0.0
     for c_in, c_out, side, stride in (
         (3, 16, 32, 1), (16, 16, 32, 1), (16, 32, 32, 2), (32, 32, 16, 1), (32, 64, 16, 2),
         (64, 64, 8, 1),
@@ -298,7 +279,5 @@ def largest_error(device: torch.device) -> float:
         exact = [t.detach().double().requires_grad_(t.requires_grad) for t in (x, weight)]
         y = F.conv2d(exact[0], as_groups(exact[1]), stride=stride, padding=1, groups=networks)
         true = [y, *torch.autograd.grad(y, [t for t in exact if t.requires_grad], dy.double())]
-        for one, other in zip(found, true, strict=True):
-            error = (one.detach().double() - other.detach()).norm() / other.detach().norm()
-            worst = max(worst, float(error))
+        worst = max(worst, error_of(found, true))
     return worst

@@ -8,15 +8,9 @@ and in bfloat16 they are Triton kernels, elsewhere PyTorch's own operations.
 from typing import Any
 
 import torch
-from benchmarks.accuracy.convolutions import channels_last, in_triton
+from benchmarks.accuracy.kernels import channels_last, draws, error_of, in_triton, tl, triton
 from torch import Tensor
 from torch.nn import functional as F
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 EPSILON = 1e-5
 VALUES_AT_ONCE = 4096
@@ -146,13 +140,16 @@ if triton is not None:
             tl.store(dx + place, made.to(dx.dtype.element_ty), mask=there)
 
 
-def _pieces(x: Tensor, channels: int) -> tuple[int, int, int, int]:
-    """Pixels, those of a block, blocks of a part, parts; ``channels`` are those of a block."""
-    pixels = x.numel() // x.shape[1]
+def _pieces(x: Tensor, networks: int) -> tuple[Tensor, int, dict[str, int]]:
+    """Memory for two sums of every part, the parts, and what all kernels are told."""
+    pixels, channels = x.numel() // x.shape[1], x.shape[1] // networks
     block = VALUES_AT_ONCE // channels
     parts = max(1, min(MOST_PARTS, pixels // (2 * block)))
     blocks = triton.cdiv(triton.cdiv(pixels, parts), block)
-    return pixels, block, blocks, triton.cdiv(pixels, blocks * block)
+    parts = triton.cdiv(pixels, blocks * block)
+    partial = torch.empty((parts, 2, x.shape[1]), dtype=torch.float32, device=x.device)
+    told = {"pixels": pixels, "blocks": blocks, "channels": x.shape[1], "C": channels}
+    return partial, parts, told | {"BLOCK": block}
 
 
 @torch.library.custom_op("offbeat_benchmarks::norm", mutates_args=())
@@ -173,16 +170,14 @@ def _forward(
         return channels_last((y.relu() if relu else y).to(x.dtype)), statistics.to(weight.dtype)
     x = channels_last(x)
     other = None if other is None else channels_last(other)
-    channels = all_channels // networks
-    pixels, block, blocks, parts = _pieces(x, channels)
-    partial = torch.empty((parts, 2, all_channels), dtype=torch.float32, device=x.device)
+    partial, parts, told = _pieces(x, networks)
     statistics = torch.empty((3, all_channels), dtype=torch.float32, device=x.device)
     y = torch.empty_like(x)
-    _moments[(parts, networks)](x, partial, pixels, blocks, all_channels, C=channels, BLOCK=block)
+    _moments[(parts, networks)](x, partial, **told)
     _normalize[(parts, networks)](
-        x, weight, bias, x if other is None else other, partial, y, statistics, pixels, blocks,
-        all_channels, parts, EPSILON, ADD=other is not None, RELU=relu, C=channels, BLOCK=block,
-        PARTS=triton.next_power_of_2(parts),
+        x, weight, bias, x if other is None else other, partial, y, statistics, parts=parts,
+        epsilon=EPSILON, ADD=other is not None, RELU=relu, PARTS=triton.next_power_of_2(parts),
+        **told,
     )  # fmt: skip
     return y, statistics
 
@@ -210,19 +205,14 @@ def _backward(
         d_other = channels_last(back) if add else x.new_empty(0)
         return channels_last(dx.to(x.dtype)), d_other, affine.to(weight.dtype)
     x, y, dy = channels_last(x), channels_last(y), channels_last(dy)
-    channels = all_channels // networks
-    pixels, block, blocks, parts = _pieces(x, channels)
-    partial = torch.empty((parts, 2, all_channels), dtype=torch.float32, device=x.device)
+    partial, parts, told = _pieces(x, networks)
     affine = torch.empty((2, all_channels), dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
     d_other = torch.empty_like(x) if add else x.new_empty(0)
-    _gradient_moments[(parts, networks)](
-        x, y, dy, statistics, partial, pixels, blocks, all_channels, RELU=relu, C=channels,
-        BLOCK=block,
-    )  # fmt: skip
+    _gradient_moments[(parts, networks)](x, y, dy, statistics, partial, RELU=relu, **told)
     _gradients[(parts, networks)](
-        x, y, dy, weight, statistics, partial, dx, d_other, affine, pixels, blocks, all_channels,
-        parts, ADD=add, RELU=relu, C=channels, BLOCK=block, PARTS=triton.next_power_of_2(parts),
+        x, y, dy, weight, statistics, partial, dx, d_other, affine, parts=parts, ADD=add, RELU=relu,
+        PARTS=triton.next_power_of_2(parts), **told,
     )  # fmt: skip
     return dx, d_other, affine
 
@@ -283,12 +273,7 @@ def norm(
 
 def largest_error(device: torch.device) -> float:
     """Relative, against PyTorch's own in full precision, over all shapes in use."""
-    generator = torch.Generator(device).manual_seed(0)
-    networks, worst = 3, 0.0
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).bfloat16()
-
+    drawn, networks, worst = draws(device), 3, 0.0
     for channels, side, rows in ((16, 32, 20), (32, 16, 5), (64, 8, 3)):
         for add in (False, True):
             shape = (rows, networks * channels, side, side)
@@ -307,7 +292,5 @@ def largest_error(device: torch.device) -> float:
                 true = (true + exact[3]) * (y.detach() > 0)
             variance, mean = torch.var_mean(exact[0], (0, 2, 3))
             wanted = [true, mean, variance, *torch.autograd.grad(true, exact, dy.double())]
-            for one, right in zip(found, wanted, strict=True):
-                error = (one.detach().double() - right.detach()).norm() / right.detach().norm()
-                worst = max(worst, float(error))
+            worst = max(worst, error_of(found, wanted))
     return worst

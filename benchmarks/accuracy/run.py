@@ -33,7 +33,7 @@ from benchmarks.accuracy.training import Images, Job, gib_of, job_of, train
 from benchmarks.averaging import mps
 from benchmarks.averaging.data import Cifar
 from benchmarks.averaging.summary import read
-from benchmarks.pool import Pool, Row, Run, Store
+from benchmarks.pool import Pool, Row, Run, Store, need
 
 MOST_ERROR = 0.01
 """Of bfloat16 kernels against exact ones."""
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=120.0, help="that runs may take together")
     parser.add_argument("--limit-s", type=float, default=1e6)
     arguments = parser.parse_args()
+    need(arguments.device, arguments.data, instead="--device cpu tries it out.")
     jobs = new_ones(
         (job for name in arguments.only for job in jobs_of(arguments, name)), arguments.out
     )

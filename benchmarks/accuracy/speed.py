@@ -15,6 +15,7 @@ from benchmarks.accuracy.configurations import OF_THE_TABLE, SETS
 from benchmarks.one_gpu.contestants import Step, graph
 from benchmarks.one_gpu.run import Contestant, compete, result_of
 from benchmarks.one_gpu.workloads import Workload
+from benchmarks.pool import need
 
 import offbeat
 from offbeat.methods import Method
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("table-speed.json"))
     arguments = parser.parse_args()
+    need("cuda")
     contestants = {"BP": Contestant(WORKLOAD, graph, WARM_UP)}
     for cut in SETS["table"].cuts:
         assert cut.cuts is not None

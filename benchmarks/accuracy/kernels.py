@@ -1,0 +1,41 @@
+"""What the kernels of ensembles share: Triton, where it is there, a layout, and how to check."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch for the CPU comes without
+    triton = tl = None
+
+__all__ = ["channels_last", "draws", "error_of", "in_triton", "tl", "triton"]
+
+
+def in_triton(x: Tensor) -> bool:
+    return triton is not None and x.is_cuda and x.dtype == torch.bfloat16
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def draws(device: torch.device) -> Callable[..., Tensor]:
+    """Makes random tensors of any shape; of values that bfloat16 knows, so that nothing is rounded
+    before it is compared."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+    return drawn
+
+
+def error_of(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest of the relative errors."""
+    return max(
+        float((one.detach().double() - other.detach()).norm() / other.detach().norm())
+        for one, other in zip(found, exact, strict=True)
+    )
