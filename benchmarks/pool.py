@@ -33,6 +33,16 @@ Run = Callable[[Any], Row | None]
 """Trains one job; None if it could not end in time."""
 
 
+def need(device: str, data: Path | None = None, *, instead: str = "") -> None:
+    """Ends a command in words where it could not begin."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise SystemExit(f"PyTorch {torch.__version__} finds no NVIDIA GPU. {instead}".strip())
+    if data is not None and not data.is_dir():
+        raise SystemExit(
+            f"--data {data}: no such folder. The benchmark's README says how to get it."
+        )
+
+
 def _work(prepare: Callable[[float], Run], link: Connection, until: float) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_stop_with_parent, daemon=True).start()

@@ -7,11 +7,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.accuracy.configurations import SETS
 from benchmarks.accuracy.training import Job, gib_of
-from benchmarks.pool import first_that_fits
+from benchmarks.pool import first_that_fits, need
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
@@ -73,3 +76,14 @@ def test_what_a_run_takes_of_the_gpu_is_about_what_was_seen() -> None:
     for of in SETS.values():
         for way in of.ways:
             assert gib_of(run(of.network, of.cuts[0].stages or 2, way)) > 1
+
+
+def test_a_command_that_cannot_begin_says_so_before_any_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"finds no NVIDIA GPU. --device cpu tries it out."):
+        need("cuda", tmp_path, instead="--device cpu tries it out.")
+    with pytest.raises(SystemExit, match="nowhere: no such folder"):
+        need("cpu", tmp_path / "nowhere")
+    need("cpu", tmp_path)

@@ -22,7 +22,7 @@ from benchmarks.averaging.summary import read
 from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, WAYS
 from benchmarks.language.data import Text
 from benchmarks.language.training import Job, job_of, train
-from benchmarks.pool import Pool, Row, Run, Store
+from benchmarks.pool import Pool, Row, Run, Store, need
 
 Rates = dict[str, float]
 
@@ -180,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = parser().parse_args()
+    need(arguments.device, arguments.data, instead="--device cpu tries it out.")
     arguments.lr = _rates(arguments.lr)
     with mps.sharing(arguments.device.startswith("cuda")) as served:
         run(arguments, served)

@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from benchmarks.pool import need
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -283,6 +284,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bits.json"))
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
+    need("cuda")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     rows: list[dict[str, Any]] = []

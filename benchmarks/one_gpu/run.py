@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from benchmarks.one_gpu.contestants import Step, eager, graph, streams
 from benchmarks.one_gpu.workloads import WORKLOADS
+from benchmarks.pool import need
 
 import offbeat
 from offbeat.methods import PipeDream, StaleWeights
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"), help="appended to")
     arguments = parser.parse_args()
+    need("cuda")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     # A stage records a slot for every batch in flight, the last one after 2K steps or so.
     warm_up = WARM_UP + 4 * max(arguments.stages)

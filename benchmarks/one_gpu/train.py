@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from benchmarks.averaging.data import Cifar
+from benchmarks.pool import need
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of runs; by default all")
     parser.add_argument("--out", type=Path, default=Path("training.jsonl"))
     arguments = parser.parse_args()
+    need("cuda", arguments.data)
     torch.backends.cudnn.benchmark = True
     data = Cifar(arguments.data, torch.device("cuda"), rows=50_000)
     data.test = [(x.to(memory_format=torch.channels_last), y) for x, y in data.test]
