@@ -34,10 +34,12 @@ def test_a_set_has_bp_and_all_its_ways_for_all_its_seeds(name: str) -> None:
     of = SETS[name]
     assert {job.way for job in made} == {BASELINE, *of.ways}
     assert len({job.key for job in made}) == len(made)
-    for way in (BASELINE, *of.ways):
-        cuts = 1 if way == BASELINE else len(of.cuts)
-        trained = [seed for job in made if job.way == way for seed in job.seeds]
-        assert len(trained) == of.count * cuts * len(of.rates)
+    for way in of.ways:
+        trained = [job for job in made if job.way == way]
+        assert sum(len(job.seeds) for job in trained) == of.count * len(of.cuts) * len(of.rates)
+        for job in trained:
+            partners = [bp for bp in made if bp.way == BASELINE and bp.setting == job.setting]
+            assert set(job.seeds) <= {seed for bp in partners for seed in bp.seeds}
     assert {job.epochs for job in made} == {of.epochs}
     assert {job.epochs for job in jobs(name, epochs=2)} == {2}
 

@@ -10,7 +10,7 @@ already is not run again.
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import partial
@@ -72,38 +72,62 @@ def can_compile(way: Way) -> bool:
     return all(method.rule != "current" for method, _ in way.method(1000).phases())
 
 
+def ways_of(arguments: argparse.Namespace, name: str) -> list[str]:
+    """Those of a set that are asked for and can be run so."""
+    patterns = [pattern.strip() for pattern in arguments.ways.split(";")]
+    ways = [way for way in SETS[name].ways if any(fnmatch(way, pattern) for pattern in patterns)]
+    if not arguments.compile:
+        return ways
+    if left_out := [way for way in ways if not can_compile(WAYS[way])]:
+        print(f"left out of {name}, compiled in bf16: {'; '.join(left_out)}", flush=True)
+    return [way for way in ways if way not in left_out]
+
+
 def jobs_of(arguments: argparse.Namespace, name: str) -> list[Job]:
     """Group of seeds by group, BP first: whatever the time allows is nearly a whole comparison."""
     of = SETS[name]
     recipe = RECIPES.get(of.network, Recipe())
-    patterns = [pattern.strip() for pattern in arguments.ways.split(";")]
-    ways = [way for way in of.ways if any(fnmatch(way, pattern) for pattern in patterns)]
-    if arguments.compile and (left_out := [way for way in ways if not can_compile(WAYS[way])]):
-        print(f"left out of {name}, compiled in bf16: {'; '.join(left_out)}", flush=True)
-        ways = [way for way in ways if way not in left_out]
+    ways = ways_of(arguments, name)
+    cuda = arguments.device.startswith("cuda")
     made = []
     for seeds in of.seeds[: arguments.groups]:
         for rate in of.rates:
-            settings = {
-                "network": of.network,
-                "epochs": arguments.epochs or of.epochs,
-                "rows": arguments.rows,
-                "batch": recipe.batch,
-                "lr": rate * recipe.lr,
-                "momentum": recipe.momentum,
-                "weight_decay": recipe.weight_decay,
-                "bf16": arguments.device.startswith("cuda"),
-                "compiled": arguments.compile,
-                "kernels": "fused",
-            }
-            job = partial(Job, **settings)
-            plain = Cut(stages=1)
-            made.append(job(**asdict(plain), way=BASELINE, seeds=tuple(seeds)))
-            for cut in of.cuts:
-                for way in ways:
-                    groups = [(seed,) for seed in seeds] if way in ALONE else [tuple(seeds)]
-                    made += [job(**asdict(cut), way=way, seeds=group) for group in groups]
+            job = partial(
+                Job,
+                network=of.network,
+                epochs=arguments.epochs or of.epochs,
+                rows=arguments.rows,
+                batch=recipe.batch,
+                lr=rate * recipe.lr,
+                momentum=recipe.momentum,
+                weight_decay=recipe.weight_decay,
+                bf16=cuda,
+                compiled=arguments.compile,
+            )
+            # Networks that are trained alone are compared with BP of networks trained alone.
+            groupings = dict.fromkeys(_grouped(way, seeds) for way in (BASELINE, *ways))
+            runs = [(BASELINE, Cut(stages=1), group) for groups in groupings for group in groups]
+            runs += [
+                (way, cut, group)
+                for cut in of.cuts
+                for way in ways
+                for group in _grouped(way, seeds)
+            ]
+            made += [
+                job(
+                    **asdict(cut),
+                    way=way,
+                    seeds=group,
+                    kernels="fused" if cuda and len(group) > 1 else "separate",
+                )
+                for way, cut, group in runs
+            ]
     return made
+
+
+def _grouped(way: str, seeds: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Seeds that are trained as one."""
+    return tuple((seed,) for seed in seeds) if way in ALONE else (tuple(seeds),)
 
 
 def new_ones(jobs: Iterable[Job], out: Path) -> list[Job]:

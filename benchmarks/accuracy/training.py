@@ -56,8 +56,9 @@ class Job:
     bf16: bool
     compiled: bool = False
     kernels: str = "separate"
-    """Of ensembles on a GPU: "separate" were the first, which rounded gradients to bfloat16 and a
-    block's sum before its ReLU; "fused" round neither. Not to be mixed in a comparison."""
+    """"separate": an operation at a time, gradients rounded to bfloat16, as PyTorch does under
+    autocast and ensembles did at first; "fused": what ensembles do on a GPU now. BP of the one is
+    not compared with ways of the other."""
 
     @property
     def key(self) -> str:
