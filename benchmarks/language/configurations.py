@@ -171,7 +171,7 @@ def _muon(
 
 OPTIMIZERS: dict[str, Recipe] = {
     "sgd": Recipe((0.1, 0.2, 0.4), _sgd),
-    "adamw": Recipe((1e-3, 2e-3, 4e-3), _adamw(0.9)),
+    "adamw": Recipe((2e-3, 4e-3, 8e-3), _adamw(0.9)),
     "adamw .99": Recipe((5e-4, 1e-3, 2e-3), _adamw(0.99)),
     "nadamw .99": Recipe((5e-4, 1e-3, 2e-3), _nadamw),
     "muon": Recipe((2e-3, 4e-3, 8e-3), _muon),
