@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import threading
 import time
 import traceback
@@ -45,6 +46,8 @@ def need(device: str, data: Path | None = None, *, instead: str = "") -> None:
 
 def _work(prepare: Callable[[float], Run], link: Connection, until: float) -> None:
     torch.set_num_threads(1)
+    # What a shell starts in the background ignores interrupts, the one below included.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         run = prepare(until)

@@ -35,10 +35,15 @@ if __name__ == "__main__":
 
 
 def test_a_killed_command_leaves_no_run_behind(tmp_path: Path) -> None:
+    """Also where it was started in the background, with interrupts ignored."""
     script, said = tmp_path / "command.py", tmp_path / "pid"
     script.write_text(SCRIPT)
     settings = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
-    with subprocess.Popen([sys.executable, str(script), str(said)], env=settings) as command:
+    with subprocess.Popen(
+        [sys.executable, str(script), str(said)],
+        env=settings,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as command:
         while not (said.exists() and said.read_text()):
             assert command.poll() is None
             time.sleep(0.05)
