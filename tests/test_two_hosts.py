@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -114,10 +115,36 @@ def torchrun(script: Path, out: Path, host: str, hosts: dict[str, str]) -> subpr
         "--rdzv-conf", f"is_host={int(host == first)}", "--local-addr", hosts[host],
         str(script), str(out),
     ]  # fmt: skip
-    return subprocess.Popen(
-        command, env=environment() | {"GLOO_SOCKET_IFNAME": "cable"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    with words_of(out, host).open("w") as words:
+        return subprocess.Popen(
+            command, env=environment() | {"GLOO_SOCKET_IFNAME": "cable"},
+            stdout=words, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+
+def words_of(out: Path, host: str) -> Path:
+    return out.with_name(f"{host}.txt")
+
+
+def wait_until_it_listens(host: str) -> None:
+    for _ in range(600):
+        found = subprocess.run(
+            ["ip", "netns", "exec", host, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        if f":{PORT:04X} " in found:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nobody listens on {host}")
+
+
+def wait_for_both(runs: list[subprocess.Popen[str]]) -> None:
+    """One that fails is not waited for by the other for long."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until and any(run.poll() is None for run in runs):
+        if any(run.poll() for run in runs):
+            until = min(until, time.monotonic() + 10)
+        time.sleep(0.1)
 
 
 def received_bytes(host: str) -> int:
@@ -133,8 +160,12 @@ def test_two_hosts_give_the_bits_of_one_process(
     subprocess.run(
         [sys.executable, str(script), str(alone)], env=environment(), timeout=100, check=True
     )
-    runs = [torchrun(script, apart, host, hosts) for host in hosts]
-    outputs = [run.communicate(timeout=120)[0] for run in runs]
+    first, second = hosts
+    runs = [torchrun(script, apart, first, hosts)]
+    wait_until_it_listens(first)  # so that the second has somebody to find
+    runs.append(torchrun(script, apart, second, hosts))
+    wait_for_both(runs)
+    outputs = [words_of(apart, host).read_text() for host in hosts]
     for run, words in zip(runs, outputs, strict=True):
         assert run.returncode == 0, "\n".join(outputs)
         assert "lags (2, 0)" in words
