@@ -85,6 +85,9 @@ WAYS: dict[str, Way] = {
     "1F1B, M=16 + extrapolate": _always(PipeDream(accumulate=16), Extrapolate()),
     "1F1B, M=32": _always(PipeDream(accumulate=32)),
     "1F1B, M=32 + extrapolate": _always(PipeDream(accumulate=32), Extrapolate()),
+    "1F1B, M=32 + extrapolate, gain 0.25": _always(
+        PipeDream(accumulate=32), Extrapolate(gain=0.25)
+    ),
     "1F1B, M=4": _always(PipeDream(accumulate=4)),
     "1F1B, M=2": _always(PipeDream(accumulate=2)),
     # lag up to 7
@@ -283,13 +286,14 @@ SETS: dict[str, Set] = {
     ),
     "far": Set("The curve at a delay of 14.", _each([BASELINE, delayed(FAR_DELAY)], OPTIMIZERS), 3),
     "between": Set(
-        "Less accumulation, and extrapolation by half.",
+        "Less accumulation, and extrapolation by as much as is late.",
         _each(
             [
                 BASELINE,
                 "1F1B, M=4",
                 "1F1B, M=2",
                 "1F1B, M=8 + extrapolate, gain 0.5",
+                "1F1B, M=32 + extrapolate, gain 0.25",
                 "1F1B, M=8 + predict T=1",
             ],
             ["adamw", "muon"],
