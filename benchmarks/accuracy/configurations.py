@@ -286,7 +286,7 @@ SETS = {
         cuts=[Cut(ppv=(2,))],
         ways=["stale, current", "1F1B + spike", "1F1B, M=2 + spike"],
         seeds=_SINGLY,
-        epochs=5,
+        epochs=20,
     ),
     "lenet-5": Set(
         question="The paper's LeNet-5 (MNIST): a register behind layer 2",
