@@ -213,6 +213,9 @@ def test_the_best_rate_is_used_once_all_are_known() -> None:
     assert {job.optimizer for job in jobs} == {"adamw"}
     assert len(jobs) == len(SETS["target"].comparisons) // 2
     assert {job.seeds for job in jobs} == {tuple(range(5))}
+    curve = jobs_of(arguments, "curve", rates)
+    assert {job.lr for job in curve if job.way == "BP"} == {middle}
+    assert {job.lr for job in curve if job.way == "delay 2"} == {middle, middle / 2, middle / 4}
     with_seeds = parser().parse_args(["--data", "nowhere", "--seeds", "7", "8"])
     assert tuning_jobs(with_seeds, ["adamw", "muon"]) == tuning  # of which all seeds use the rates
     assert {job.seeds for job in jobs_of(with_seeds, "target", rates)} == {(7, 8)}
@@ -236,3 +239,18 @@ def test_gaps_are_paired_and_their_interval_is_students() -> None:
     text = summary.text_of(rows)
     assert "+0.2000 (-0.0484 to +0.4484)" in text
     assert "1 of 1 diverged" in text
+
+
+def test_what_lags_is_compared_with_bp_at_its_best_rate() -> None:
+    def row(way: str, lr: float, *losses: float) -> summary.Row:
+        job = job_for(Comparison(way, "adamw"), seeds=tuple(range(len(losses))), lr=lr)
+        return job.__dict__ | {"losses": list(losses), "lags": list(WAYS[way].lags)}
+
+    rows = [row("BP", 0.002, 1.5, 1.6), row("BP", 0.004, 1.0, 1.2), row("BP", 0.004, 1.0, 1.2, 3.0)]
+    rows += [row("delay 1", 0.004, 2.0, 2.4), row("delay 1", 0.002, 1.25, 1.35)]
+    base, at_bps, at_half = found = summary.found_in(rows, SETS["curve"])
+    assert (base.lr, base.losses) == (0.004, [1.0, 1.2, 3.0])
+    assert at_bps.gaps == pytest.approx([1.0, 1.2])
+    assert at_half.gaps == pytest.approx([0.25, 0.15])  # not to BP at 0.002
+    assert summary.best_of_rates(found) == [base, at_half]
+    assert "| adamw, 0.002 | +0.2000" in summary.text_of(rows)

@@ -229,6 +229,13 @@ SETS = {
         ways=["1F1B, M=16 + spike", "1F1B, M=8 + spike", "1F1B, stash", "1F1B + spike"],
         seeds=_FIVE,
     ),
+    "twenty-bound": Set(
+        question="Twenty stages, the best of them, with more seeds",
+        network="resnet-56",
+        cuts=[Cut(stages=20)],
+        ways=["1F1B, M=8 + spike"],
+        seeds=[tuple(range(5, 10))],
+    ),
     "twenty-briefly": Set(
         question="Twenty stages, half as long",
         network="resnet-56",
@@ -292,7 +299,7 @@ SETS = {
         question="The paper's LeNet-5 (MNIST): a register behind layer 2",
         network="lenet5",
         cuts=[Cut(ppv=(2,))],
-        ways=["stale, current", "1F1B, stash", "1F1B, M=2", "1F1B + spike"],
+        ways=["stale, current", "1F1B, stash", "1F1B, M=2", "1F1B + spike", "1F1B, M=2 + spike"],
         seeds=_SINGLY,
     ),
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """Draws the gaps to BP: against the delay per optimizer, and way by way for lag 1 and more.
 
+Whatever was run at several learning rates is drawn at the one with which it ended lowest.
+
 python -m benchmarks.language.figure benchmarks/language/results.jsonl
 """
 
@@ -10,7 +12,15 @@ from pathlib import Path
 
 from benchmarks.language.configurations import BASELINE, SETS, WAYS
 from benchmarks.language.run import rows_in
-from benchmarks.language.summary import TARGET, Found, Row, found_in, settings_of
+from benchmarks.language.summary import (
+    CURVE,
+    TARGET,
+    Found,
+    Row,
+    best_of_rates,
+    found_in,
+    settings_of,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -28,18 +38,16 @@ LINEAR = 0.01
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    found = {name: _drawable(found_in(rows, of)) for name, of in SETS.items()}
-    delayed = found["curve"] + found["far"]
+    found = {name: _drawable(best_of_rates(found_in(rows, of))) for name, of in SETS.items()}
     target = found["target"] + found["between"]
     heights = [3.2, 0.9 + 0.22 * _lines(target), 0.9 + 0.22 * _lines(found["lag"])]
     figure = Figure(figsize=(8.5, sum(heights)), layout="constrained")
     curve, above, below = figure.subplots(3, 1, height_ratios=heights)
-    draw_curve(curve, delayed)
-    curve.set_yscale("symlog", linthresh=LINEAR)
+    draw_curve(curve, found[CURVE])
     draw_ways(above, target, "A lag of at most 1 (M=8 and more), 2 (M=4), 4 (M=2)")
     above.axvline(TARGET, color=INK, linewidth=0.8, linestyle="--")
+    above.set_xscale("symlog", linthresh=LINEAR)
     draw_ways(below, found["lag"], "An update per batch: lag up to 7 (1F1B) and 14 (stale)")
-    below.set_xscale("symlog", linthresh=LINEAR)
     below.set_xlabel("validation loss minus BP's, nats (bars: 95 % intervals)")
     return figure
 
@@ -68,7 +76,7 @@ def draw_curve(axes: Axes, found: Sequence[Found]) -> None:
                 marker=marker,
                 capsize=2,
                 linewidth=1.2,
-                label=f"{optimizer}, rate {mine[0].lr:g}",
+                label=optimizer,
             )
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.set_title("The same delay for all weights", loc="left", fontsize=11)

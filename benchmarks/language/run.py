@@ -81,8 +81,9 @@ def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]
     ]
     seeds = arguments.seeds or range(SETS[name].seeds)
     return [
-        _job(arguments, seeds, comparison.way, comparison.optimizer, rates[comparison.optimizer])
-        for comparison in chosen
+        _job(arguments, seeds, one.way, one.optimizer, share * rates[one.optimizer])
+        for one in chosen
+        for share in ((1.0,) if one.way == BASELINE else SETS[name].rates)
     ]
 
 

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 TARGET = 0.005
 """Nats behind BP that count as nothing."""
 GUESSING = math.log(VOCABULARY)
-CURVES = ("curve", "far")
+CURVE = "curve"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,7 @@ class Found:
     lags: tuple[int, ...]
     losses: Sequence[float]
     gaps: Sequence[float]
-    """To BP, one per seed that both have."""
-    ms_per_update: float
-    """Of one network, beside other runs."""
+    """To BP at its best rate, one per seed that both have."""
 
     @property
     def gap(self) -> float:
@@ -66,24 +64,49 @@ def settings_of(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
-    """In the order of the set; BP only at rates at which something else was run."""
-    used = {(row["optimizer"], row["lr"]) for row in rows if row["way"] != BASELINE}
+    """In the order of the set, rate by rate, the largest first; BP at its best rate."""
+    best = {name: lr for name, losses in tuned(rows).items() for lr in [_lowest(losses)]}
     made = []
-    for comparison in of.comparisons:
-        rates = sorted(lr for optimizer, lr in used if optimizer == comparison.optimizer)
-        for lr in rates:
-            summary = _found(rows, comparison, lr)
-            if summary is not None:
-                made.append(summary)
+    for one in of.comparisons:
+        if one.optimizer not in best:
+            continue
+        rates = {row["lr"] for row in rows if (row["way"], row["optimizer"]) == _names(one)}
+        if one.way == BASELINE:
+            rates &= {best[one.optimizer]}
+        made += [_found(rows, one, lr, best[one.optimizer]) for lr in sorted(rates, reverse=True)]
     return made
 
 
-def _found(rows: Sequence[Row], of: Comparison, lr: float) -> Found | None:
+def best_of_rates(found: Iterable[Found]) -> list[Found]:
+    """Each way and optimizer once, at the rate with which it ended lowest."""
+    made: dict[tuple[str, str], Found] = {}
+    for summary in found:
+        key = (summary.way, summary.optimizer)
+        if key not in made or fmean(summary.losses) < fmean(made[key].losses):
+            made[key] = summary
+    return list(made.values())
+
+
+def tuned(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
+    """BP's mean loss by optimizer and learning rate, over the seeds that all its rates have."""
+    made = {}
+    for optimizer in OPTIMIZERS:
+        mine = [row for row in rows if (row["way"], row["optimizer"]) == (BASELINE, optimizer)]
+        by_rate = {row["lr"]: losses_of(r for r in mine if r["lr"] == row["lr"]) for row in mine}
+        shared = set.intersection(*map(set, by_rate.values())) if by_rate else set()
+        if shared:
+            made[optimizer] = {lr: fmean(of[s] for s in shared) for lr, of in by_rate.items()}
+    return made
+
+
+def _lowest(losses: dict[float, float]) -> float:
+    return min(losses, key=losses.__getitem__)
+
+
+def _found(rows: Sequence[Row], of: Comparison, lr: float, best: float) -> Found:
     mine = [r for r in rows if _is(r, of.way, of.optimizer, lr)]
-    if not mine:
-        return None
     losses = losses_of(mine)
-    base = losses_of(r for r in rows if _is(r, BASELINE, of.optimizer, lr))
+    base = losses_of(r for r in rows if _is(r, BASELINE, of.optimizer, best))
     return Found(
         way=of.way,
         optimizer=of.optimizer,
@@ -91,8 +114,11 @@ def _found(rows: Sequence[Row], of: Comparison, lr: float) -> Found | None:
         lags=tuple(mine[0]["lags"]),
         losses=[losses[seed] for seed in sorted(losses)],
         gaps=[losses[seed] - base[seed] for seed in sorted(losses) if seed in base],
-        ms_per_update=fmean(r["ms_per_update"] / len(r["seeds"]) for r in mine),
     )
+
+
+def _names(of: Comparison) -> tuple[str, str]:
+    return of.way, of.optimizer
 
 
 def _is(row: Row, way: str, optimizer: str, lr: float) -> bool:
@@ -119,31 +145,21 @@ def text_of(rows: Sequence[Row]) -> str:
             f"{job.text}: {job.updates} updates of {job.rows} rows of {job.context} bytes, width"
             f" {job.width}, dropout {job.dropout:g},"
             f" {job.precision}; {len(comparable)} runs. Losses in nats per byte, gaps to BP of the"
-            " same optimizer, learning rate and seed with 95 % intervals."
+            " same optimizer and seed at its best rate, with 95 % intervals."
         )
         parts.append(f"### {TUNE}: {SETS[TUNE].question}\n\n{tuning_table(comparable)}")
         for name, of in SETS.items():
             found = found_in(comparable, of)
             if name != TUNE and any(summary.way != BASELINE for summary in found):
-                table = curve_table(found) if name in CURVES else gap_table(found)
+                table = curve_table(found) if name == CURVE else gap_table(found)
                 parts.append(f"### {name}: {of.question}\n\n{table}")
     return "\n\n".join(parts) + "\n"
 
 
 def tuning_table(rows: Sequence[Row]) -> str:
     lines = ["| optimizer | learning rates: loss of BP | chosen |", "|---|---|---|"]
-    for optimizer in OPTIMIZERS:
-        mine = [
-            row
-            for row in rows
-            if (row["way"], row["optimizer"]) == (BASELINE, optimizer) and 0 in row["seeds"]
-        ]
-        by_rate = {row["lr"]: losses_of(r for r in mine if r["lr"] == row["lr"]) for row in mine}
-        shared = set.intersection(*map(set, by_rate.values())) if by_rate else set()
-        losses = {lr: fmean(found[s] for s in shared) for lr, found in by_rate.items() if shared}
-        if not losses:
-            continue
-        best = min(losses, key=losses.__getitem__)
+    for optimizer, losses in tuned(rows).items():
+        best = _lowest(losses)
         edge = " (at the edge)" if best in (min(losses), max(losses)) else ""
         cells = [f"{lr:g}: {_loss(losses[lr])}" for lr in sorted(losses)]
         lines.append(f"| {optimizer} | {', '.join(cells)} | {best:g}{edge} |")
@@ -152,8 +168,8 @@ def tuning_table(rows: Sequence[Row]) -> str:
 
 def gap_table(found: Sequence[Found]) -> str:
     lines = [
-        f"| optimizer | way | lag | loss | gap to BP | at most {TARGET} | seeds | ms per update |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| optimizer | way | lag | loss | gap to BP | at most {TARGET} | seeds |",
+        "|---|---|---|---|---|---|---|",
     ]
     for summary in found:
         base = summary.way == BASELINE
@@ -165,27 +181,26 @@ def gap_table(found: Sequence[Found]) -> str:
             "" if base else _gap(summary),
             "" if base else verdict(summary),
             str(len(summary.losses)),
-            f"{summary.ms_per_update:.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def curve_table(found: Sequence[Found]) -> str:
-    """A line per optimizer, a column per delay."""
+    """A line per optimizer and rate, a column per delay."""
     delays = sorted({max(summary.lags) for summary in found if summary.way != BASELINE})
     lines = [
-        "| optimizer | BP | " + " | ".join(f"delay {delay}" for delay in delays) + " |",
-        "|---" * (len(delays) + 2) + "|",
+        "| optimizer | " + " | ".join(f"delay {delay}" for delay in delays) + " |",
+        "|---" * (len(delays) + 1) + "|",
     ]
-    for optimizer, lr in dict.fromkeys((summary.optimizer, summary.lr) for summary in found):
+    delayed = [summary for summary in found if summary.way != BASELINE]
+    for optimizer, lr in dict.fromkeys((summary.optimizer, summary.lr) for summary in delayed):
         of_line = {
             max(summary.lags): summary
-            for summary in found
+            for summary in delayed
             if (summary.optimizer, summary.lr) == (optimizer, lr)
         }
-        cells = [_losses(of_line[0].losses) if 0 in of_line else ""]
-        cells += [_gap(of_line[delay]) if delay in of_line else "" for delay in delays]
+        cells = [_gap(of_line[delay]) if delay in of_line else "" for delay in delays]
         lines.append(f"| {optimizer}, {lr:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """The least staleness that keeps every stage busy, and what to do about the rest."""
 
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import Any, Literal
 
 from offbeat.errors import ConfigurationError
@@ -12,19 +13,21 @@ OptimizerKind = Literal["momentum", "adam", "muon", "other"]
 
 _LEAST_ROWS = 8
 """Rows of a micro-batch below which a device works on too little at a time."""
-_MOST_LAG: dict[OptimizerKind, int] = {"momentum": 2, "adam": 1, "muon": 1, "other": 1}
+_MOST_LATE: dict[OptimizerKind, float] = {"momentum": 2.0, "adam": 0.5, "muon": 0.5, "other": 0.5}
+"""Updates by which the parts of a batch may be late at the first stage, on average."""
+_LEAST_PARTS = 2
+"""Whole batches cost an AlexNet 2.2 points at a lag of 1 with spike compensation; halves none."""
 _SPIKE = (
-    "spike compensation: gave a ResNet-20 back half of what a lag of 7 costs and all of what one of"
-    " 2 does, and keeps no copies of weights"
+    "spike compensation: ResNets end level with plain training at a lag of 2 or 3, and get half"
+    " back at 7, a quarter at 19; it keeps no copies of weights"
 )
-_SPIKE_MEASURED = 7
+_SPIKE_MEASURED = 19
 """The largest lag at which that has been measured."""
-_EXTRAPOLATE: dict[OptimizerKind, str] = {
-    "adam": "extrapolate: gave a small GPT with AdamW back five sixths of what a lag of 1 costs"
-    " (two short runs), for two copies of the weights",
-    "muon": "extrapolate: gave a small GPT with Muon back two thirds of what a lag of 1 costs"
-    " (two short runs), for two copies of the weights",
-}
+_EXTRAPOLATE = (
+    "extrapolate: a small GPT that has at most half of its parts late by an update ended below"
+    " plain training's loss with it, with AdamW as with Muon; two copies of the weights"
+)
+_EXTRAPOLATE_MEASURED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,55 +92,56 @@ def plan_for(stages: int, optimizer: OptimizerKind = "momentum", auto: Auto | No
     auto = auto or Auto()
     if stages == 1:
         return Plan(Synchronous(), (), ("one stage has nothing to wait for",))
-    method, costs = _least_lag(stages, _MOST_LAG[optimizer], auto)
+    method, costs = _least_lag(stages, _MOST_LATE[optimizer], auto)
     speed = timeline(method, stages, costs=costs).speed_up
     lags = method.lags(stages)
     reasons = [
         f"in flight per stage {_listed(method.depths(stages))}: the least that keeps all stages as"
         f" busy as they can be; modelled speed-up {speed:.2f} over one device",
-        _why_parts(method.micro_batches(stages), lags, _MOST_LAG[optimizer], auto),
+        _why_parts(method, stages, _MOST_LATE[optimizer], auto),
         "stash: gradients are exact, at weights that are lag updates old",
     ]
     corrections, why = _corrections_for(optimizer, lags[0])
     return Plan(method, corrections, (*reasons, why))
 
 
-def _least_lag(stages: int, most: int, auto: Auto) -> tuple[Asynchronous, Costs]:
+def _least_lag(stages: int, most: float, auto: Auto) -> tuple[Asynchronous, Costs]:
     """As few micro-batches in flight as can be, then as few per update as make the lag small."""
     room = None if auto.batch is None else max(1, auto.batch // _LEAST_ROWS)
-    parts = -(-(stages - 1) // most)
+    parts = max(_LEAST_PARTS, ceil((stages - 1) / most))
     for _ in range(3):  # messages are shorter for smaller parts, and depths with them
         parts = parts if room is None else min(parts, room)
         costs = Costs(hop=3.0 * auto.hop / parts)
         depths = least_depths(stages, accumulate=parts, costs=costs)
         if parts == room or depths[0] <= most * parts:
             break
-        parts = -(-depths[0] // most)
+        parts = ceil(depths[0] / most)
     method: Asynchronous = PipeDream(accumulate=parts)
     if depths != method.depths(stages):
         method = DSP(lag=depths, backward="stash", accumulate=parts)
     return method, costs
 
 
-def _why_parts(parts: int, lags: tuple[int, ...], most: int, auto: Auto) -> str:
-    text = f"lag per stage {_listed(lags)} updates, with "
+def _why_parts(method: Asynchronous, stages: int, most: float, auto: Auto) -> str:
+    parts, depth = method.micro_batches(stages), method.depths(stages)[0]
+    text = f"lag per stage {_listed(method.lags(stages))} updates, with "
     text += f"every batch in {parts} parts" if parts > 1 else "whole batches"
-    if lags[0] > most:
-        text += f": more parts of {auto.batch} rows would have fewer than {_LEAST_ROWS}"
-    elif parts > 1:
-        text += (
-            f", the fewest that keep it at most {most}: in updates the lag falls with the parts,"
-            " and the batch per update stays the same"
-        )
-    return text
+    if parts < _LEAST_PARTS or depth > most * parts:
+        return f"{text}: more parts of {auto.batch} rows would have fewer than {_LEAST_ROWS}"
+    if parts == _LEAST_PARTS and depth <= most:
+        return f"{text}: whole ones can cost accuracy even at a lag of 1"
+    return (
+        f"{text}, the fewest that are at most {most:g} updates late on average: in updates the lag"
+        " falls with the parts, and the batch per update stays the same"
+    )
 
 
 def _corrections_for(optimizer: OptimizerKind, lag: int) -> tuple[tuple[str, ...], str]:
     """By name, and why: what docs/which-correction.md has measured, and nothing else."""
     if optimizer == "momentum" and lag <= _SPIKE_MEASURED:
         return ("spike-compensation",), _SPIKE
-    if optimizer in _EXTRAPOLATE and lag <= _MOST_LAG[optimizer]:
-        return ("extrapolate",), _EXTRAPOLATE[optimizer]
+    if optimizer in ("adam", "muon") and lag <= _EXTRAPOLATE_MEASURED:
+        return ("extrapolate",), _EXTRAPOLATE
     where = "for this optimizer" if optimizer == "other" else f"at a lag of {lag}"
     return (), f"no correction: none has been measured {where}; try extrapolate or predict"
 
