@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
 from offbeat.cli import main
@@ -133,15 +134,27 @@ def test_auto_keeps_lag_small_and_stages_busy(
 
 
 def test_auto_does_not_split_small_batches_to_nothing() -> None:
-    plan = plan_for(8, "momentum", Auto(batch=16))
+    plan = plan_for(8, "momentum", Auto(batch=16), batch_norm=True)
     assert plan.method == PipeDream(accumulate=2)
     assert plan.corrections == ("spike-compensation",)
-    assert plan_for(24, "momentum", Auto(batch=8)).corrections == ()  # a lag of 23
-    late = plan_for(8, "adam", Auto(batch=16))
-    assert late.corrections == ()
-    assert "none has been measured at a lag of 4" in str(late)
     assert "more parts of 16 rows would have fewer than 8" in str(plan)
+    assert plan_for(8, "momentum", Auto(batch=16)).method == PipeDream(accumulate=4)
+    assert plan_for(8, "adam", Auto(batch=32)).method == PipeDream(accumulate=14)
+    assert plan_for(24, "momentum", Auto(batch=2)).corrections == ()  # a lag of 23
+    late = plan_for(8, "adam", Auto(batch=8))
+    assert late.method == PipeDream(accumulate=4)
+    assert late.corrections == ()
+    assert "at a lag of 7 none gave" in str(late)
     assert plan_for(1).method == Synchronous()
+
+
+def test_auto_sees_batch_norm_wherever_it_is() -> None:
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4), nn.Linear(4, 2)]
+    for model, parts in ((layers, 1), (nn.Sequential(*layers), 1), (nn.Sequential(*layers[1:]), 2)):
+        cuts = None if isinstance(model, list) else list(range(1, len(model)))
+        trainer = trainer_for(model, Auto(batch=8), cuts=cuts)
+        assert trainer.plan is not None
+        assert trainer.plan.method == PipeDream(accumulate=parts)
 
 
 def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:

@@ -285,7 +285,7 @@ SETS: dict[str, Set] = {
         rates=(1.0, 0.5, 0.25),
     ),
     "between": Set(
-        "Less accumulation, and extrapolation by as much as is late.",
+        "Less accumulation, and extrapolation by less than a whole update.",
         _each(
             [
                 BASELINE,

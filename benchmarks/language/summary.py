@@ -65,7 +65,7 @@ def settings_of(rows: Iterable[Row]) -> list[list[Row]]:
 
 def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
     """In the order of the set, rate by rate, the largest first; BP at its best rate."""
-    best = {name: lr for name, losses in tuned(rows).items() for lr in [_lowest(losses)]}
+    best = {optimizer: _lowest(losses) for optimizer, losses in tuned(rows).items()}
     made = []
     for one in of.comparisons:
         if one.optimizer not in best:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, EagerDiLoCo, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
-from offbeat.cut import Cut
+from offbeat.cut import Cut, Model
 from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.guards import Guards
 from offbeat.methods import Asynchronous, Method, method_named
@@ -22,13 +22,20 @@ from offbeat.schedule import Schedule
 from offbeat.stage import Loss
 
 _MOST_REPLICAS = 4096
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def plan_of(method: Method | Auto | str, stages: int, optimizer: OptimizerFactory) -> Plan | None:
+def plan_of(
+    method: Method | Auto | str, stages: int, optimizer: OptimizerFactory, model: Model
+) -> Plan | None:
     """What "auto" comes to; None where a method was named."""
     if method == "auto":
         method = Auto()
-    return plan_for(stages, kind_of(optimizer), method) if isinstance(method, Auto) else None
+    if not isinstance(method, Auto):
+        return None
+    roots = [model] if isinstance(model, nn.Module) else model
+    batch_norm = any(isinstance(m, _BATCH_NORMS) for root in roots for m in root.modules())
+    return plan_for(stages, kind_of(optimizer), method, batch_norm=batch_norm)
 
 
 def checked_method(method: Method | Auto | str) -> Method:

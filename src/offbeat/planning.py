@@ -11,23 +11,28 @@ from offbeat.timeline import Costs, timeline
 
 OptimizerKind = Literal["momentum", "adam", "muon", "other"]
 
-_LEAST_ROWS = 8
-"""Rows of a micro-batch below which a device works on too little at a time."""
+_LEAST_ROWS, _LEAST_ROWS_OF_STATISTICS = 2, 8
+"""Of a part, as far as was measured; the latter where BatchNorm reads its statistics off a part."""
 _MOST_LATE: dict[OptimizerKind, float] = {"momentum": 2.0, "adam": 0.5, "muon": 0.5, "other": 0.5}
 """Updates by which the parts of a batch may be late at the first stage, on average."""
 _LEAST_PARTS = 2
-"""Whole batches cost an AlexNet 2.2 points at a lag of 1 with spike compensation; halves none."""
+"""Whole batches cost an AlexNet 2.2 points at a lag of 1 with spike compensation; in two parts the
+same batches cost nothing."""
 _SPIKE = (
-    "spike compensation: ResNets end level with plain training at a lag of 2 or 3, and get half"
-    " back at 7, a quarter at 19; it keeps no copies of weights"
+    "spike compensation: a ResNet-20 in 4 parts (lag 2) and a ResNet-56 in 8 (lag 3) ended level"
+    " with plain training; with whole batches half came back at 7, a quarter at 19; it keeps no"
+    " copies of weights"
 )
 _SPIKE_MEASURED = 19
 """The largest lag at which that has been measured."""
 _EXTRAPOLATE = (
-    "extrapolate: a small GPT that has at most half of its parts late by an update ended below"
-    " plain training's loss with it, with AdamW as with Muon; two copies of the weights"
+    "extrapolate: a small GPT with 7 of 16 parts late by an update at its first stage ended below"
+    " plain training's loss with it, with AdamW as with Muon; it keeps two copies of the weights"
 )
-_EXTRAPOLATE_MEASURED = 1
+_NONE_HELPS = (
+    "no correction: at a lag of 7 none gave a small GPT with AdamW back more than a tenth of what"
+    " it costs; larger batches would allow more parts"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,13 @@ def _spelled(method: Method) -> str:
     return f"{method.name}:{settings}" if settings else method.name
 
 
-def plan_for(stages: int, optimizer: OptimizerKind = "momentum", auto: Auto | None = None) -> Plan:
+def plan_for(
+    stages: int,
+    optimizer: OptimizerKind = "momentum",
+    auto: Auto | None = None,
+    *,
+    batch_norm: bool = False,
+) -> Plan:
     """What ``method="auto"`` means for this many stages and this kind of optimizer.
 
     >>> plan = plan_for(4)
@@ -92,26 +103,29 @@ def plan_for(stages: int, optimizer: OptimizerKind = "momentum", auto: Auto | No
     auto = auto or Auto()
     if stages == 1:
         return Plan(Synchronous(), (), ("one stage has nothing to wait for",))
-    method, costs = _least_lag(stages, _MOST_LATE[optimizer], auto)
+    rows = _LEAST_ROWS_OF_STATISTICS if batch_norm else _LEAST_ROWS
+    room = None if auto.batch is None else max(1, auto.batch // rows)
+    method, costs = _least_lag(stages, _MOST_LATE[optimizer], auto.hop, room)
     speed = timeline(method, stages, costs=costs).speed_up
     lags = method.lags(stages)
     reasons = [
         f"in flight per stage {_listed(method.depths(stages))}: the least that keeps all stages as"
         f" busy as they can be; modelled speed-up {speed:.2f} over one device",
-        _why_parts(method, stages, _MOST_LATE[optimizer], auto),
+        _why_parts(method, stages, _MOST_LATE[optimizer], f"of {auto.batch} rows", rows),
         "stash: gradients are exact, at weights that are lag updates old",
     ]
     corrections, why = _corrections_for(optimizer, lags[0])
     return Plan(method, corrections, (*reasons, why))
 
 
-def _least_lag(stages: int, most: float, auto: Auto) -> tuple[Asynchronous, Costs]:
+def _least_lag(
+    stages: int, most: float, hop: float, room: int | None
+) -> tuple[Asynchronous, Costs]:
     """As few micro-batches in flight as can be, then as few per update as make the lag small."""
-    room = None if auto.batch is None else max(1, auto.batch // _LEAST_ROWS)
     parts = max(_LEAST_PARTS, ceil((stages - 1) / most))
     for _ in range(3):  # messages are shorter for smaller parts, and depths with them
         parts = parts if room is None else min(parts, room)
-        costs = Costs(hop=3.0 * auto.hop / parts)
+        costs = Costs(hop=3.0 * hop / parts)
         depths = least_depths(stages, accumulate=parts, costs=costs)
         if parts == room or depths[0] <= most * parts:
             break
@@ -122,14 +136,14 @@ def _least_lag(stages: int, most: float, auto: Auto) -> tuple[Asynchronous, Cost
     return method, costs
 
 
-def _why_parts(method: Asynchronous, stages: int, most: float, auto: Auto) -> str:
+def _why_parts(method: Asynchronous, stages: int, most: float, batch: str, rows: int) -> str:
     parts, depth = method.micro_batches(stages), method.depths(stages)[0]
     text = f"lag per stage {_listed(method.lags(stages))} updates, with "
     text += f"every batch in {parts} parts" if parts > 1 else "whole batches"
     if parts < _LEAST_PARTS or depth > most * parts:
-        return f"{text}: more parts of {auto.batch} rows would have fewer than {_LEAST_ROWS}"
+        return f"{text}: more parts {batch} would have fewer than {rows}"
     if parts == _LEAST_PARTS and depth <= most:
-        return f"{text}: whole ones can cost accuracy even at a lag of 1"
+        return f"{text}: whole ones can cost accuracy even at so small a lag"
     return (
         f"{text}, the fewest that are at most {most:g} updates late on average: in updates the lag"
         " falls with the parts, and the batch per update stays the same"
@@ -140,8 +154,8 @@ def _corrections_for(optimizer: OptimizerKind, lag: int) -> tuple[tuple[str, ...
     """By name, and why: what docs/which-correction.md has measured, and nothing else."""
     if optimizer == "momentum" and lag <= _SPIKE_MEASURED:
         return ("spike-compensation",), _SPIKE
-    if optimizer in ("adam", "muon") and lag <= _EXTRAPOLATE_MEASURED:
-        return ("extrapolate",), _EXTRAPOLATE
+    if optimizer in ("adam", "muon"):
+        return (("extrapolate",), _EXTRAPOLATE) if lag <= 1 else ((), _NONE_HELPS)
     where = "for this optimizer" if optimizer == "other" else f"at a lag of {lag}"
     return (), f"no correction: none has been measured {where}; try extrapolate or predict"
 

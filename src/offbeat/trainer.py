@@ -138,7 +138,7 @@ class Trainer:
         faults: Faults | None = None,
     ) -> None:
         self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
-        self._plan = checks.plan_of(method, self._cut.stages, optimizer)
+        self._plan = checks.plan_of(method, self._cut.stages, optimizer, model)
         if self._plan is not None:
             method, corrections = self._plan.method, corrections or self._plan.corrections
         method = checks.checked_method(method)
