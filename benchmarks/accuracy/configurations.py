@@ -219,6 +219,7 @@ SETS = {
             "1F1B, M=2 + spike", "1F1B, M=4 + spike", "stale, current", "1F1B, stash",
             "1F1B, current", "stale, stash", "1F1B, M=2", "1F1B, M=4", "1F1B, M=8", "1F1B + spike",
             "1F1B + predict geometric", "1F1B, tail", "stale, tail", "stale, half",
+            *(way for way in CORRECTED if way not in ("1F1B + spike", "1F1B + predict geometric")),
         ],
         seeds=_FIVE,
     ),
@@ -243,6 +244,7 @@ SETS = {
         ways=[
             "stale, current", "stale, stash", "1F1B + rate by lag", "1F1B, M=4", "1F1B, M=8",
             "1F1B, M=16", "stale, half", "BP, M=16",
+            *(way for way in CORRECTED if way != "1F1B + rate by lag"),
         ],
         seeds=_FIVE,
         epochs=5,
