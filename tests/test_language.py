@@ -26,8 +26,9 @@ from benchmarks.language.configurations import (
 from benchmarks.language.data import VOCABULARY, Text
 from benchmarks.language.ensemble import StackedMuon, ensemble, summed_loss
 from benchmarks.language.pack import FILE, pack
-from benchmarks.language.run import best_rates, jobs_of, parser, tuning_jobs
+from benchmarks.language.run import jobs_of, parser, rates_known, tuning_jobs
 from benchmarks.language.training import Job, share_of_rate, train, trainer_of
+from benchmarks.pool import Row
 from torch import Tensor, nn
 
 import offbeat
@@ -204,10 +205,10 @@ def test_the_best_rate_is_used_once_all_are_known() -> None:
     tuning = tuning_jobs(arguments, ["adamw", "muon"])
     _, middle, highest = OPTIMIZERS["adamw"].rates
     rows = [
-        job.__dict__ | {"losses": [1.0, None] if job.lr == highest else [1 / job.lr, 2 / job.lr]}
+        job.__dict__ | {"losses": [1.0, None, 1.0] if job.lr == highest else 3 * [2 - 100 * job.lr]}
         for job in tuning[:-1]
     ]
-    rates = best_rates(rows, tuning)
+    rates = rates_known(rows, tuning)
     assert rates == {"adamw": middle}  # the highest diverged; one of Muon's runs is missing
     jobs = jobs_of(arguments, "target", rates)
     assert {job.optimizer for job in jobs} == {"adamw"}
@@ -222,7 +223,7 @@ def test_the_best_rate_is_used_once_all_are_known() -> None:
 
 
 def test_gaps_are_paired_and_their_interval_is_students() -> None:
-    def row(way: str, seeds: tuple[int, ...], *losses: float | None) -> summary.Row:
+    def row(way: str, seeds: tuple[int, ...], *losses: float | None) -> Row:
         job = job_for(Comparison(way, "adamw"), seeds=seeds)
         lags = list(WAYS[way].lags)
         return job.__dict__ | {"losses": list(losses), "lags": lags, "ms_per_update": 1.0}
@@ -242,7 +243,7 @@ def test_gaps_are_paired_and_their_interval_is_students() -> None:
 
 
 def test_what_lags_is_compared_with_bp_at_its_best_rate() -> None:
-    def row(way: str, lr: float, *losses: float) -> summary.Row:
+    def row(way: str, lr: float, *losses: float) -> Row:
         job = job_for(Comparison(way, "adamw"), seeds=tuple(range(len(losses))), lr=lr)
         return job.__dict__ | {"losses": list(losses), "lags": list(WAYS[way].lags)}
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
 from offbeat.cli import main
 from offbeat.corrections import Predict, SpikeCompensation
-from offbeat.errors import ConfigurationError
+from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import (
     ADL,
     DGL,
@@ -146,6 +147,15 @@ def test_auto_does_not_split_small_batches_to_nothing() -> None:
     assert late.corrections == ()
     assert "at a lag of 7 none gave" in str(late)
     assert plan_for(1).method == Synchronous()
+
+
+def test_a_batch_too_small_for_auto_s_parts_leads_to_auto_with_its_size() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    batch = torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)
+    trainer = trainer_for(model, "auto", OPTIMIZERS["adamw"], stages=8)
+    with pytest.raises(BatchError, match=r"14 micro-batches .* or method=Auto\(batch=8\)\."):
+        trainer.step(*batch)
+    trainer_for(model, offbeat.Auto(batch=8), OPTIMIZERS["adamw"], stages=8).step(*batch)
 
 
 def test_auto_sees_batch_norm_wherever_it_is() -> None:

@@ -193,17 +193,6 @@ SETS = {
         ways=_WHOLE_GRID,
         seeds=_FIVE,
     ),
-    "eight-more": Set(
-        question="Eight stages, more combinations",
-        network="resnet-20",
-        cuts=[Cut(stages=8)],
-        ways=[
-            "1F1B, M=4 + spike", "1F1B, M=8 + spike", "1F1B, M=4 + predict",
-            "1F1B, M=4 + rate by lag", "1F1B, tail", "1F1B, M=4, tail", "1F1B, M=4 + spike, tail",
-            "BP, M=8",
-        ],
-        seeds=_FIVE,
-    ),
     "bound": Set(
         question="Eight stages, the best of them, with enough seeds to bound the gap",
         network="resnet-20",
@@ -217,9 +206,8 @@ SETS = {
         cuts=[Cut(stages=4)],
         ways=[
             "1F1B, M=2 + spike", "1F1B, M=4 + spike", "stale, current", "1F1B, stash",
-            "1F1B, current", "stale, stash", "1F1B, M=2", "1F1B, M=4", "1F1B, M=8", "1F1B + spike",
-            "1F1B + predict geometric", "1F1B, tail", "stale, tail", "stale, half",
-            *(way for way in CORRECTED if way not in ("1F1B + spike", "1F1B + predict geometric")),
+            "1F1B, current", "stale, stash", "1F1B, M=2", "1F1B, M=4", "1F1B, M=8", "1F1B, tail",
+            "stale, tail", "stale, half", *CORRECTED,
         ],
         seeds=_FIVE,
     ),
@@ -242,9 +230,8 @@ SETS = {
         network="resnet-56",
         cuts=[Cut(stages=20)],
         ways=[
-            "stale, current", "stale, stash", "1F1B + rate by lag", "1F1B, M=4", "1F1B, M=8",
-            "1F1B, M=16", "stale, half", "BP, M=16",
-            *(way for way in CORRECTED if way != "1F1B + rate by lag"),
+            "stale, current", "stale, stash", "1F1B, M=4", "1F1B, M=8", "1F1B, M=16", "stale, half",
+            "BP, M=16", *CORRECTED,
         ],
         seeds=_FIVE,
         epochs=5,

@@ -16,11 +16,11 @@ from benchmarks.language.summary import (
     CURVE,
     TARGET,
     Found,
-    Row,
     best_of_rates,
     found_in,
     settings_of,
 )
+from benchmarks.pool import Row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from benchmarks.averaging import mps
 from benchmarks.averaging.summary import read
 from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, WAYS
 from benchmarks.language.data import Text
+from benchmarks.language.rates import best_rates
 from benchmarks.language.training import Job, job_of, train
 from benchmarks.pool import Pool, Row, Run, Store, need
 
@@ -59,15 +59,12 @@ def tuning_jobs(arguments: argparse.Namespace, optimizers: Iterable[str]) -> lis
     ]
 
 
-def best_rates(rows: Iterable[Row], wanted: Iterable[Job]) -> Rates:
-    """Of each optimizer for which all ``wanted`` runs are stored, the rate with the lowest mean."""
-    losses = {job_of(row).key: row["losses"] for row in rows}
-    missing = {job.optimizer for job in wanted if job.key not in losses}
-    found: dict[str, list[tuple[float, float]]] = {}
-    for job in wanted:
-        if job.optimizer not in missing and None not in losses[job.key]:
-            found.setdefault(job.optimizer, []).append((fmean(losses[job.key]), job.lr))
-    return {optimizer: min(pairs)[1] for optimizer, pairs in found.items()}
+def rates_known(rows: Iterable[Row], tuning: Iterable[Job]) -> Rates:
+    """The best rate of each optimizer of which all ``tuning`` runs are stored."""
+    stored = {job_of(row).key: row for row in rows}
+    missing = {job.optimizer for job in tuning if job.key not in stored}
+    best = best_rates([stored[job.key] for job in tuning if job.key in stored])
+    return {optimizer: rate for optimizer, rate in best.items() if optimizer not in missing}
 
 
 def jobs_of(arguments: argparse.Namespace, name: str, rates: Rates) -> list[Job]:
@@ -131,7 +128,7 @@ def run(arguments: argparse.Namespace, served: bool) -> None:
         if TUNE in arguments.only:
             pool.finish(new_ones(tuning, rows_in(arguments.out)))
         rows = rows_in(arguments.out)
-        rates = best_rates(rows, tuning) | arguments.lr
+        rates = rates_known(rows, tuning) | arguments.lr
         print("learning rates:", rates, flush=True)
         unknown = set(arguments.optimizers) - set(rates)
         if unknown:

@@ -9,26 +9,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from benchmarks.averaging.summary import half_width
 from benchmarks.language.configurations import (
     BASELINE,
-    OPTIMIZERS,
     SETS,
     TUNE,
     Comparison,
     Set,
 )
-from benchmarks.language.data import VOCABULARY
+from benchmarks.language.rates import best_rates, losses_of, tuned
 from benchmarks.language.run import rows_in
 from benchmarks.language.training import job_of
-
-Row = dict[str, Any]
+from benchmarks.pool import Row
 
 TARGET = 0.005
 """Nats behind BP that count as nothing."""
-GUESSING = math.log(VOCABULARY)
 CURVE = "curve"
 
 
@@ -65,7 +61,7 @@ def settings_of(rows: Iterable[Row]) -> list[list[Row]]:
 
 def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
     """In the order of the set, rate by rate, the largest first; BP at its best rate."""
-    best = {optimizer: _lowest(losses) for optimizer, losses in tuned(rows).items()}
+    best = best_rates(rows)
     made = []
     for one in of.comparisons:
         if one.optimizer not in best:
@@ -85,22 +81,6 @@ def best_of_rates(found: Iterable[Found]) -> list[Found]:
         if key not in made or fmean(summary.losses) < fmean(made[key].losses):
             made[key] = summary
     return list(made.values())
-
-
-def tuned(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
-    """BP's mean loss by optimizer and learning rate, over the seeds that all its rates have."""
-    made = {}
-    for optimizer in OPTIMIZERS:
-        mine = [row for row in rows if (row["way"], row["optimizer"]) == (BASELINE, optimizer)]
-        by_rate = {row["lr"]: losses_of(r for r in mine if r["lr"] == row["lr"]) for row in mine}
-        shared = set.intersection(*map(set, by_rate.values())) if by_rate else set()
-        if shared:
-            made[optimizer] = {lr: fmean(of[s] for s in shared) for lr, of in by_rate.items()}
-    return made
-
-
-def _lowest(losses: dict[float, float]) -> float:
-    return min(losses, key=losses.__getitem__)
 
 
 def _found(rows: Sequence[Row], of: Comparison, lr: float, best: float) -> Found:
@@ -123,15 +103,6 @@ def _names(of: Comparison) -> tuple[str, str]:
 
 def _is(row: Row, way: str, optimizer: str, lr: float) -> bool:
     return (row["way"], row["optimizer"], row["lr"]) == (way, optimizer, lr)
-
-
-def losses_of(rows: Iterable[Row]) -> dict[int, float]:
-    """By seed; infinite where a run ended worse than guessing."""
-    return {
-        seed: math.inf if loss is None or loss > GUESSING else float(loss)
-        for row in rows
-        for seed, loss in zip(row["seeds"], row["losses"], strict=True)
-    }
 
 
 # ------------------------------------------------------------------------- Markdown
@@ -158,11 +129,12 @@ def text_of(rows: Sequence[Row]) -> str:
 
 def tuning_table(rows: Sequence[Row]) -> str:
     lines = ["| optimizer | learning rates: loss of BP | chosen |", "|---|---|---|"]
+    best = best_rates(rows)
     for optimizer, losses in tuned(rows).items():
-        best = _lowest(losses)
-        edge = " (at the edge)" if best in (min(losses), max(losses)) else ""
         cells = [f"{lr:g}: {_loss(losses[lr])}" for lr in sorted(losses)]
-        lines.append(f"| {optimizer} | {', '.join(cells)} | {best:g}{edge} |")
+        chosen = f"{best[optimizer]:g}" if optimizer in best else "none"
+        edge = " (at the edge)" if best.get(optimizer) in (min(losses), max(losses)) else ""
+        lines.append(f"| {optimizer} | {', '.join(cells)} | {chosen}{edge} |")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Trainer": "trainer",
+    "Auto": "planning",
     "Evaluation": "evaluation",
     "Ledger": "ledger",
     "Faults": "faults",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from offbeat.methods import PipeDream2BW as PipeDream2BW
     from offbeat.methods import StaleWeights as StaleWeights
     from offbeat.methods import Synchronous as Synchronous
+    from offbeat.planning import Auto as Auto
     from offbeat.processes import launch as launch
     from offbeat.rng import seed_for as seed_for
     from offbeat.schedule import Schedule as Schedule

@@ -237,13 +237,14 @@ def check_outside_autocast(device: torch.device) -> None:
         )
 
 
-def check_rows(batch: Nest, parts: int, method: Method) -> None:
+def check_rows(batch: Nest, parts: int, method: Method, *, by_auto: bool) -> None:
     """Whether a batch can be split into micro-batches; tensors of x and y are split alike."""
     rows = rows_of(batch)
     if rows < parts:
+        instead = f"method=Auto(batch={rows})" if by_auto else "lower accumulate or micro_batches"
         raise BatchError(
             f"a batch of {rows} rows cannot make {parts} micro-batches for {method}: give at least"
-            f" {parts} rows, or lower accumulate or micro_batches. The batch was not started."
+            f" {parts} rows, or {instead}. The batch was not started."
         )
     if parts > 1:
         uneven = {t.size(0) if t.dim() else 0 for t in nest.tensors(batch)} - {rows}

@@ -103,15 +103,15 @@ def plan_for(
     auto = auto or Auto()
     if stages == 1:
         return Plan(Synchronous(), (), ("one stage has nothing to wait for",))
-    rows = _LEAST_ROWS_OF_STATISTICS if batch_norm else _LEAST_ROWS
-    room = None if auto.batch is None else max(1, auto.batch // rows)
+    least_rows = _LEAST_ROWS_OF_STATISTICS if batch_norm else _LEAST_ROWS
+    room = None if auto.batch is None else max(1, auto.batch // least_rows)
     method, costs = _least_lag(stages, _MOST_LATE[optimizer], auto.hop, room)
     speed = timeline(method, stages, costs=costs).speed_up
     lags = method.lags(stages)
     reasons = [
         f"in flight per stage {_listed(method.depths(stages))}: the least that keeps all stages as"
         f" busy as they can be; modelled speed-up {speed:.2f} over one device",
-        _why_parts(method, stages, _MOST_LATE[optimizer], f"of {auto.batch} rows", rows),
+        _why_parts(method, stages, _MOST_LATE[optimizer], auto.batch, least_rows),
         "stash: gradients are exact, at weights that are lag updates old",
     ]
     corrections, why = _corrections_for(optimizer, lags[0])
@@ -136,12 +136,14 @@ def _least_lag(
     return method, costs
 
 
-def _why_parts(method: Asynchronous, stages: int, most: float, batch: str, rows: int) -> str:
+def _why_parts(
+    method: Asynchronous, stages: int, most: float, batch: int | None, least_rows: int
+) -> str:
     parts, depth = method.micro_batches(stages), method.depths(stages)[0]
     text = f"lag per stage {_listed(method.lags(stages))} updates, with "
     text += f"every batch in {parts} parts" if parts > 1 else "whole batches"
     if parts < _LEAST_PARTS or depth > most * parts:
-        return f"{text}: more parts {batch} would have fewer than {rows}"
+        return f"{text}: more parts of {batch} rows would have fewer than {least_rows}"
     if parts == _LEAST_PARTS and depth <= most:
         return f"{text}: whole ones can cost accuracy even at so small a lag"
     return (

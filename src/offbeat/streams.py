@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,12 +88,26 @@ class LaneMemory(Memory):
         return {key: message for key, (message, _) in super().waiting(stage).items()}
 
 
+class _Late(NamedTuple):
+    """What the ledger will get, and when all of it is on the host."""
+
+    kind: Event
+    stage: int
+    batch: int
+    version: int
+    start: Instant
+    end: Instant
+    loss: Tensor | None
+    replica: int
+    landed: Instant
+
+
 class LateLedger:
     """Entries whose times and losses are still on the GPU; they reach the ledger together."""
 
     def __init__(self, ledger: Ledger, lane: Lane) -> None:
         self._ledger = ledger
-        self._rows: deque[tuple[Any, ...]] = deque()
+        self._rows: deque[_Late] = deque()
         self._host: Tensor | None = None
         self._sent = 0
         self._zero = lane.now()
@@ -114,7 +128,7 @@ class LateLedger:
         if loss is not None and loss.is_cuda:
             loss = self._sent_to_host(loss)
             landed = marked()
-        self._rows.append((kind, stage, batch, version, start, end, loss, replica, landed))
+        self._rows.append(_Late(kind, stage, batch, version, start, end, loss, replica, landed))
         if len(self._rows) >= _UNSETTLED:
             self.settle(_AT_ONCE)
 
@@ -134,12 +148,12 @@ class LateLedger:
         if not rows:
             return
         # Those of one kind and stage come one after the other: the last of each stands for all.
-        for landed in {(row[0], row[1]): row[-1] for row in rows}.values():
-            landed.event.synchronize()
+        for row in {(row.kind, row.stage): row for row in rows}.values():
+            row.landed.event.synchronize()
         for kind, stage, batch, version, start, end, loss, replica, _ in rows:
             start_s = self._zero_s + start.seconds_after(self._zero)
             end_s = self._zero_s + end.seconds_after(self._zero)
             self._ledger.record(kind, stage, batch, version, start_s, end_s, loss, replica)
         # Times are 32-bit floats on the device: a new zero keeps them exact in long runs.
         self._zero_s = end_s
-        self._zero = rows[-1][5]
+        self._zero = end

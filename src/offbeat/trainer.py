@@ -769,7 +769,12 @@ class Trainer:
         here = len(self._here)
         shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
         if nest.tensors([x, y]):
-            checks.check_rows(list(shards[0]), self._schedule.micro_batches, self.method)
+            checks.check_rows(
+                list(shards[0]),
+                self._schedule.micro_batches,
+                self.method,
+                by_auto=self._plan is not None,
+            )
         last = self._processes is None or self._processes.stage == self.stages - 1
         if last and self._schedule.micro_batches > 1 and not nest.tensors(y):
             raise BatchError(
