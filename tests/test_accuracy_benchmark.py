@@ -11,9 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.accuracy.configurations import BASELINE, SETS
+from benchmarks.accuracy.figure import BY_SHARE, draw, draw_shares
 from benchmarks.accuracy.run import jobs_of
-from benchmarks.accuracy.summary import of_set, text_of
+from benchmarks.accuracy.summary import of_set, rows_in, table, text_of
 from benchmarks.accuracy.training import Job
+
+FOLDER = Path(__file__).parent.parent / "benchmarks" / "accuracy"
 
 
 def jobs(name: str, **given: Any) -> list[Job]:
@@ -61,3 +64,18 @@ def test_runs_are_compared_with_bp_of_their_seed_and_length() -> None:
     assert of_set(rows[2:], "twenty") == []
     other = [row(job, [0.5] * 5) for job in jobs("twenty", epochs=3)]
     assert f"{len(other)} runs of other lengths" in text_of(rows + other)
+
+
+@pytest.mark.parametrize("name", ["eight", "twenty"])
+def test_the_readme_has_the_tables_of_the_stored_results(name: str) -> None:
+    found, *_ = of_set(rows_in([FOLDER / f"{name}.jsonl"]), name)
+    assert table(found) in (FOLDER / "README.md").read_text()
+    assert all(panel.has_data() for panel in draw({name: found}).axes)
+
+
+def test_gaps_are_drawn_against_the_share_of_stale_weights() -> None:
+    found, *_ = of_set(rows_in([FOLDER / "registers.jsonl"]), BY_SHARE)
+    (axes,) = draw_shares(found).axes
+    drawn = axes.containers[0].lines[0].get_xydata()  # type: ignore[attr-defined]
+    expected = [(100 * s.stale_share, s.gap) for s in found if s.way == "stale, current"]
+    assert drawn.tolist() == [list(pair) for pair in expected]

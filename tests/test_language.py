@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.language import summary
+from benchmarks.language import figure, summary
 from benchmarks.language.configurations import (
     OPTIMIZERS,
     SETS,
@@ -26,7 +26,7 @@ from benchmarks.language.configurations import (
 from benchmarks.language.data import VOCABULARY, Text
 from benchmarks.language.ensemble import StackedMuon, ensemble, summed_loss
 from benchmarks.language.pack import FILE, pack
-from benchmarks.language.run import jobs_of, parser, rates_known, tuning_jobs
+from benchmarks.language.run import jobs_of, parser, rates_known, rows_in, tuning_jobs
 from benchmarks.language.training import Job, share_of_rate, train, trainer_of
 from benchmarks.pool import Row
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ import offbeat
 from offbeat.stage import Loss
 from offbeat.zoo import gpt
 
+FOLDER = Path(__file__).parent.parent / "benchmarks" / "language"
 CPU = torch.device("cpu")
 COMPARISONS = sorted(
     {comparison for of in SETS.values() for comparison in of.comparisons},
@@ -255,3 +256,10 @@ def test_what_lags_is_compared_with_bp_at_its_best_rate() -> None:
     assert at_half.gaps == pytest.approx([0.25, 0.15])  # not to BP at 0.002
     assert summary.best_of_rates(found) == [base, at_half]
     assert "| adamw, 0.002 | +0.2000" in summary.text_of(rows)
+
+
+def test_the_readme_has_the_tables_of_the_stored_results() -> None:
+    rows = rows_in(FOLDER / "results.jsonl")
+    assert summary.text_of(rows).strip() in (FOLDER / "README.md").read_text()
+    drawn = figure.draw(summary.settings_of(rows)[0])
+    assert all(panel.has_data() for panel in drawn.axes)
