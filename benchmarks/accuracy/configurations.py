@@ -87,8 +87,6 @@ COMBINED = {
     "1F1B, M=8 + spike": _always(PipeDream(accumulate=8), SpikeCompensation()),
     "1F1B, M=4 + predict": _always(PipeDream(accumulate=4), Predict()),
     "1F1B, M=4 + rate by lag": _always(PipeDream(accumulate=4), RateByLag()),
-    "1F1B, M=16": _always(PipeDream(accumulate=16)),
-    "1F1B, M=16 + spike": _always(PipeDream(accumulate=16), SpikeCompensation()),
 }
 SYNCHRONOUS_END = {
     "stale, tail": _then_synchronous(StaleWeights()),
@@ -98,7 +96,7 @@ SYNCHRONOUS_END = {
     "1F1B, M=4 + spike, tail": _then_synchronous(PipeDream(accumulate=4), SpikeCompensation()),
 }
 # What micro-batches do by themselves: BatchNorm sees fewer rows at a time.
-MICRO_BATCHES = {f"BP, M={m}": _always(ADL(accumulate=m, cap=0)) for m in (4, 8, 16)}
+MICRO_BATCHES = {f"BP, M={m}": _always(ADL(accumulate=m, cap=0)) for m in (4, 8)}
 OF_THE_TABLE = {
     "DDG": _always(DDG()),
     "Features Replay": _always(FeaturesReplay()),
@@ -180,9 +178,9 @@ _WHOLE_GRID = [
     *ORDERS_AND_RULES,
     *ACCUMULATION,
     *CORRECTED,
-    *(name for name in COMBINED if "M=16" not in name),
+    *COMBINED,
     *SYNCHRONOUS_END,
-    *(name for name in MICRO_BATCHES if "M=16" not in name),
+    *MICRO_BATCHES,
 ]
 
 SETS = {
@@ -215,7 +213,7 @@ SETS = {
         question="Twenty stages",
         network="resnet-56",
         cuts=[Cut(stages=20)],
-        ways=["1F1B, M=16 + spike", "1F1B, M=8 + spike", "1F1B, stash", "1F1B + spike"],
+        ways=["1F1B, M=8 + spike", "1F1B, stash", "1F1B + spike"],
         seeds=_FIVE,
     ),
     "twenty-bound": Set(
@@ -230,8 +228,9 @@ SETS = {
         network="resnet-56",
         cuts=[Cut(stages=20)],
         ways=[
-            "stale, current", "stale, stash", "1F1B, M=4", "1F1B, M=8", "1F1B, M=16", "stale, half",
-            "BP, M=16", *CORRECTED,
+            "stale, current", "stale, stash", "1F1B, stash", "1F1B, M=2", "1F1B, M=4", "1F1B, M=8",
+            *CORRECTED, "1F1B, M=4 + spike", "1F1B, M=8 + spike", "stale, half", "1F1B, tail",
+            "BP, M=8",
         ],
         seeds=_FIVE,
         epochs=5,
