@@ -124,7 +124,7 @@ def test_auto_keeps_lag_small_and_stages_busy(
     plan = plan_for(stages, optimizer, Auto(hop=hop))
     assert isinstance(plan.method, Asynchronous)
     parts = plan.method.micro_batches(stages)
-    assert parts >= 2
+    assert parts >= min(stages, 4)
     assert plan.method.depths(stages)[0] / parts <= most  # updates late, on average
     assert max(plan.method.lags(stages)) <= max(1, most)
     speed = timeline(plan.method, stages, costs=Costs(hop=3 * hop / parts)).speed_up
@@ -146,6 +146,8 @@ def test_auto_does_not_split_small_batches_to_nothing() -> None:
     assert late.method == PipeDream(accumulate=4)
     assert late.corrections == ()
     assert "at a lag of 7 none gave" in str(late)
+    assert plan_for(8, "muon", Auto(batch=8)).corrections == ("extrapolate",)  # a lag of 2
+    assert plan_for(8, "muon", Auto(batch=2)).corrections == ("rate-by-lag",)  # of 7
     assert plan_for(1).method == Synchronous()
 
 
@@ -171,10 +173,10 @@ def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:
     trainer = trainer_for(mlp(), "auto", cuts=[2, 4])
     said = capsys.readouterr().out
     assert said == f"{trainer.plan}\n"
-    assert said.startswith("auto: pipedream:accumulate=2 + spike-compensation\n")
+    assert said.startswith("auto: pipedream:accumulate=3 + spike-compensation\n")
     assert "in flight per stage 2 1 0" in said
-    assert "in 2 parts: whole ones can cost accuracy" in said
-    assert "in 2 parts, the fewest that are at most 2 updates late" in str(plan_for(4))
+    assert "in 3 parts: fewer can cost accuracy" in said
+    assert "in 4 parts, the fewest that are at most 2 updates late" in str(plan_for(8))
     assert trainer.corrections == (SpikeCompensation(),)
     assert trainer.lags == (1, 1, 0)
 
@@ -183,7 +185,7 @@ def test_auto_is_what_it_says() -> None:
     batches = vector_batches(9)
     chosen = trained(mlp(), batches, "auto", cuts=[2, 4])
     named = trained(
-        mlp(), batches, PipeDream(accumulate=2), cuts=[2, 4], corrections=["spike-compensation"]
+        mlp(), batches, PipeDream(accumulate=3), cuts=[2, 4], corrections=["spike-compensation"]
     )
     assert_same_bits(chosen.state_dict(), named.state_dict())
 
@@ -237,7 +239,7 @@ def test_a_run_by_auto_stores_what_it_came_to(tmp_path: Path, capsys: Any) -> No
     facts = Facts(run, "run")
     assert facts.method == "dsp"
     assert facts.corrections == ["spike-compensation"]
-    assert facts.settings["accumulate"] == 3
+    assert facts.settings["accumulate"] == 4
     for flags, words in ((["--method", "auto:hup=1"], "it takes hop"), (["--method", "auto",
                          "--hybrid", "1"], "give the method it prints")):  # fmt: skip
         with pytest.raises(SystemExit) as left:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offbeat.corrections import (
+    ClipPerStage,
     Correction,
     DelayCompensation,
     Extrapolate,
@@ -17,6 +18,7 @@ from offbeat.corrections import (
     Predict,
     RateByLag,
     Rewind,
+    Shrink,
     SpikeCompensation,
 )
 from offbeat.methods import (
@@ -71,12 +73,15 @@ CORRECTED = {
     "1F1B + predict geometric": _always(PipeDream(), Predict(horizon="geometric")),
     "1F1B + predict lag": _always(PipeDream(), Predict(horizon="lag")),
     "1F1B + predict fitted": _always(PipeDream(), Predict(horizon="fitted")),
+    "1F1B + predict difference": _always(PipeDream(), Predict(direction="difference")),
     "1F1B + spike": _always(PipeDream(), SpikeCompensation()),
     "1F1B + predict + spike": _always(PipeDream(), Predict(), SpikeCompensation()),
     "1F1B + look-ahead": _always(PipeDream(), LookAhead()),
     "1F1B + extrapolate": _always(PipeDream(), Extrapolate()),
     "1F1B + delay compensation": _always(PipeDream(), DelayCompensation()),
     "1F1B + gap-aware": _always(PipeDream(), GapAware()),
+    "1F1B + shrink": _always(PipeDream(), Shrink(beta=0.5)),
+    "1F1B + clip": _always(PipeDream(), ClipPerStage(times=2)),
     "1F1B + rate by lag": _always(PipeDream(), RateByLag()),
     "1F1B + momentum by lag": _always(PipeDream(), MomentumByLag()),
     "PipeMare": _always(StaleWeights(), RateByLag(plus=0, anneal=1000), Rewind()),
@@ -203,9 +208,9 @@ SETS = {
         network="resnet-20",
         cuts=[Cut(stages=4)],
         ways=[
-            "1F1B, M=2 + spike", "1F1B, M=4 + spike", "stale, current", "1F1B, stash",
-            "1F1B, current", "stale, stash", "1F1B, M=2", "1F1B, M=4", "1F1B, M=8", "1F1B, tail",
-            "stale, tail", "stale, half", *CORRECTED,
+            "stale, current", "stale, stash", "1F1B, current", "1F1B, stash", "1F1B, M=2",
+            "1F1B, M=4", "1F1B, M=8", *CORRECTED, "1F1B, M=2 + spike", "1F1B, M=4 + spike",
+            "stale, tail", "stale, half", "1F1B, tail",
         ],
         seeds=_FIVE,
     ),

@@ -47,11 +47,11 @@ def rows_in(paths: Iterable[Path]) -> list[Row]:
 
 
 def settings_in(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that can be compared (same network, epochs, batch, rate), those with the most first."""
+    """Rows that can be compared: same network, epochs, batch, rate."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(job_of(row).setting, []).append(row)
-    return sorted(found.values(), key=len, reverse=True)
+    return list(found.values())
 
 
 def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
@@ -95,7 +95,7 @@ def _is(job: Job, way: str, cut: Cut) -> bool:
 
 
 def of_set(rows: Sequence[Row], name: str) -> list[list[Found]]:
-    """What a set asks for, per group of rows that can be compared."""
+    """What a set asks for, per group of rows that can be compared, the most complete first."""
     of = SETS[name]
     recipe = RECIPES.get(of.network, Recipe())
     rates = {rate * recipe.lr for rate in of.rates}
@@ -105,7 +105,8 @@ def of_set(rows: Sequence[Row], name: str) -> list[list[Found]]:
         if (row["network"], row["epochs"]) == (of.network, of.epochs) and row["lr"] in rates
     ]
     made = [found_in(comparable, of) for comparable in settings_in(fitting)]
-    return [found for found in made if any(summary.way != BASELINE for summary in found)]
+    known = [found for found in made if any(summary.way != BASELINE for summary in found)]
+    return sorted(known, key=len, reverse=True)
 
 
 # ------------------------------------------------------------------------- Markdown

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 
 from offbeat.corrections import (
+    ClipPerStage,
     Correction,
     Extrapolate,
     LookAhead,
@@ -56,6 +57,7 @@ def _with_each_correction(order: str, method: Method) -> dict[str, Way]:
         f"{order} + predict geometric": _always(method, Predict(horizon="geometric")),
         f"{order} + predict fitted": _always(method, Predict(horizon="fitted")),
         f"{order} + extrapolate": _always(method, Extrapolate()),
+        f"{order} + clip": _always(method, ClipPerStage(times=2)),
         f"{order} + rate by lag": _always(method, RateByLag()),
         f"{order} + momentum by lag": _always(method, MomentumByLag()),
         f"{order} + look-ahead": _always(method, LookAhead()),

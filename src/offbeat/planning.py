@@ -15,9 +15,10 @@ _LEAST_ROWS, _LEAST_ROWS_OF_STATISTICS = 2, 8
 """Of a part, as far as was measured; the latter where BatchNorm reads its statistics off a part."""
 _MOST_LATE: dict[OptimizerKind, float] = {"momentum": 2.0, "adam": 0.5, "muon": 0.5, "other": 0.5}
 """Updates by which the parts of a batch may be late at the first stage, on average."""
-_LEAST_PARTS = 2
-"""Whole batches cost an AlexNet 2.2 points at a lag of 1 with spike compensation; in two parts the
-same batches cost nothing."""
+_LEAST_PARTS = 4
+"""As far as there are so many stages. With spike compensation an AlexNet in two stages lost 2.2
+points with whole batches and none with two parts, a ResNet-20 in four 0.35 with two and 0.04 with
+four."""
 _SPIKE = (
     "spike compensation: a ResNet-20 in 4 parts (lag 2) and a ResNet-56 in 8 (lag 3) ended level"
     " with plain training; with whole batches half came back at 7, a quarter at 19; it keeps no"
@@ -28,6 +29,16 @@ _SPIKE_MEASURED = 19
 _EXTRAPOLATE = (
     "extrapolate: a small GPT with 7 of 16 parts late by an update at its first stage ended below"
     " plain training's loss with it, with AdamW as with Muon; it keeps two copies of the weights"
+)
+_RATE_BY_LAG = (
+    "rate-by-lag: at a lag of 7 a small GPT with Muon lost 0.35 nats with it and 0.62 without; it"
+    " keeps no copies of weights; larger batches would allow more parts"
+)
+_RATE_MEASURED = 7
+"""The smallest lag at which that has been measured."""
+_STILL_EXTRAPOLATE = (
+    "extrapolate: at a lag of 1 it gave a small GPT with Muon three quarters of the loss back, at 7"
+    " a fifth; it keeps two copies of the weights; larger batches would allow more parts"
 )
 _NONE_HELPS = (
     "no correction: at a lag of 7 none gave a small GPT with AdamW back more than a tenth of what"
@@ -97,7 +108,7 @@ def plan_for(
 
     >>> plan = plan_for(4)
     >>> plan.method.lags(4), plan.corrections
-    ((2, 1, 1, 0), ('spike-compensation',))
+    ((1, 1, 1, 0), ('spike-compensation',))
     """
     require_count("stages", stages)
     auto = auto or Auto()
@@ -105,13 +116,14 @@ def plan_for(
         return Plan(Synchronous(), (), ("one stage has nothing to wait for",))
     least_rows = _LEAST_ROWS_OF_STATISTICS if batch_norm else _LEAST_ROWS
     room = None if auto.batch is None else max(1, auto.batch // least_rows)
-    method, costs = _least_lag(stages, _MOST_LATE[optimizer], auto.hop, room)
+    least = min(stages, _LEAST_PARTS)
+    method, costs = _least_lag(stages, least, _MOST_LATE[optimizer], auto.hop, room)
     speed = timeline(method, stages, costs=costs).speed_up
     lags = method.lags(stages)
     reasons = [
         f"in flight per stage {_listed(method.depths(stages))}: the least that keeps all stages as"
         f" busy as they can be; modelled speed-up {speed:.2f} over one device",
-        _why_parts(method, stages, _MOST_LATE[optimizer], auto.batch, least_rows),
+        _why_parts(method, stages, least, _MOST_LATE[optimizer], auto.batch, least_rows),
         "stash: gradients are exact, at weights that are lag updates old",
     ]
     corrections, why = _corrections_for(optimizer, lags[0])
@@ -119,10 +131,10 @@ def plan_for(
 
 
 def _least_lag(
-    stages: int, most: float, hop: float, room: int | None
+    stages: int, least: int, most: float, hop: float, room: int | None
 ) -> tuple[Asynchronous, Costs]:
     """As few micro-batches in flight as can be, then as few per update as make the lag small."""
-    parts = max(_LEAST_PARTS, ceil((stages - 1) / most))
+    parts = max(least, ceil((stages - 1) / most))
     for _ in range(3):  # messages are shorter for smaller parts, and depths with them
         parts = parts if room is None else min(parts, room)
         costs = Costs(hop=3.0 * hop / parts)
@@ -137,15 +149,15 @@ def _least_lag(
 
 
 def _why_parts(
-    method: Asynchronous, stages: int, most: float, batch: int | None, least_rows: int
+    method: Asynchronous, stages: int, least: int, most: float, batch: int | None, least_rows: int
 ) -> str:
     parts, depth = method.micro_batches(stages), method.depths(stages)[0]
     text = f"lag per stage {_listed(method.lags(stages))} updates, with "
     text += f"every batch in {parts} parts" if parts > 1 else "whole batches"
-    if parts < _LEAST_PARTS or depth > most * parts:
+    if parts < least or depth > most * parts:
         return f"{text}: more parts of {batch} rows would have fewer than {least_rows}"
-    if parts == _LEAST_PARTS and depth <= most:
-        return f"{text}: whole ones can cost accuracy even at so small a lag"
+    if depth <= most * (parts - 1):
+        return f"{text}: fewer can cost accuracy even at so small a lag"
     return (
         f"{text}, the fewest that are at most {most:g} updates late on average: in updates the lag"
         " falls with the parts, and the batch per update stays the same"
@@ -156,8 +168,14 @@ def _corrections_for(optimizer: OptimizerKind, lag: int) -> tuple[tuple[str, ...
     """By name, and why: what docs/which-correction.md has measured, and nothing else."""
     if optimizer == "momentum" and lag <= _SPIKE_MEASURED:
         return ("spike-compensation",), _SPIKE
-    if optimizer in ("adam", "muon"):
-        return (("extrapolate",), _EXTRAPOLATE) if lag <= 1 else ((), _NONE_HELPS)
+    if optimizer in ("adam", "muon") and lag <= 1:
+        return ("extrapolate",), _EXTRAPOLATE
+    if optimizer == "muon":
+        if lag < _RATE_MEASURED:
+            return ("extrapolate",), _STILL_EXTRAPOLATE
+        return ("rate-by-lag",), _RATE_BY_LAG
+    if optimizer == "adam":
+        return (), _NONE_HELPS
     where = "for this optimizer" if optimizer == "other" else f"at a lag of {lag}"
     return (), f"no correction: none has been measured {where}; try extrapolate or predict"
 
