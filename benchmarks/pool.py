@@ -1,6 +1,6 @@
 """Processes that share a device and are handed one run after the other.
 
-Small networks leave most of a GPU idle; under NVIDIA's multi-process service (averaging/mps.py) the
+Small networks leave most of a GPU idle; under NVIDIA's multi-process service (mps.py) the
 kernels of many runs work side by side.
 """
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from benchmarks import mps
 from benchmarks.accuracy import convolutions, norms
 from benchmarks.accuracy.configurations import (
     ALONE,
@@ -30,7 +31,6 @@ from benchmarks.accuracy.configurations import (
 )
 from benchmarks.accuracy.mnist import Mnist
 from benchmarks.accuracy.training import Images, Job, gib_of, job_of, train
-from benchmarks.averaging import mps
 from benchmarks.averaging.data import Cifar
 from benchmarks.averaging.summary import read
 from benchmarks.pool import Pool, Row, Run, Store, need

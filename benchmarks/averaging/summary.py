@@ -33,7 +33,7 @@ def read(path: Path) -> list[Row]:
 
 
 def setting_words(row: Row) -> str:
-    """What rows must share to be compared; how fast they were replayed is no part of it."""
+    """What rows must share to be compared; earlier rows also say how steps were replayed."""
     return json.dumps({k: v for k, v in row["setting"].items() if k != "replay"}, sort_keys=True)
 
 

@@ -1,16 +1,14 @@
 """One run: a configuration, a seed, a learning rate."""
 
-import gc
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from benchmarks.averaging.configurations import CONFIGURATIONS
 from benchmarks.averaging.data import Cifar
-from benchmarks.averaging.graphs import Graphed, largest_difference
+from benchmarks.pool import Row, cleared_up
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,8 +17,6 @@ import offbeat
 from offbeat.zoo import resnet
 from offbeat.zoo.resnet import GlobalAverage
 
-Replay = Literal["eager", "graphs"]
-Stopping = Callable[[], bool]
 PEAK_AT, LOWEST = 0.25, 0.01
 
 
@@ -39,7 +35,6 @@ class Setting:
     weight_decay: float
     autocast: bool
     channels_last: bool
-    replay: Replay
 
     @property
     def batch(self) -> int:
@@ -56,14 +51,6 @@ class Job:
     seed: int
     lr: float
     setting: Setting
-
-    def words(self) -> dict[str, Any]:
-        """What tells runs apart in the results."""
-        return asdict(self)
-
-
-class Stopped(Exception):
-    """The time is up."""
 
 
 def model_named(name: str) -> nn.Sequential:
@@ -111,7 +98,7 @@ def trainer_for(job: Job, device: torch.device) -> offbeat.Trainer:
         )
 
     return offbeat.Trainer(
-        Graphed(model) if setting.replay == "graphs" else model,
+        model,
         loss=_loss,
         optimizer=sgd,
         scheduler=lambda optimizer: LambdaLR(
@@ -128,26 +115,34 @@ def _loss(output: Any, target: Any) -> Tensor:
     return F.cross_entropy(output.float(), target)
 
 
-def train(job: Job, data: Cifar, device: torch.device, stopping: Stopping) -> dict[str, Any]:
+def train(job: Job, data: Cifar, device: torch.device, until: float) -> Row | None:
+    """What a run found; None if it could not end in time."""
+    return cleared_up(lambda: _train(job, data, device, until), device)
+
+
+def _train(job: Job, data: Cifar, device: torch.device, until: float) -> Row | None:
     """Trains and scores: replica 0 as it is, then the average of all."""
-    setting, began = job.setting, time.perf_counter()
+    setting, began = job.setting, time.monotonic()
     trainer = trainer_for(job, device)
     losses: list[Tensor] = []
     for epoch in range(setting.epochs):
         losses.clear()  # the last epoch's are reported
         for x, y in data.batches(setting.batch, seed=job.seed, epoch=epoch):
-            if stopping():
-                raise Stopped
+            if time.monotonic() > until:
+                return None
             loss = trainer.step(_laid_out(x, setting), y)
             assert loss is not None
             losses.append(loss)
     train_loss = float(torch.stack(losses).mean())
-    trained = time.perf_counter()
+    trained = time.monotonic()
     test = [(_laid_out(x, setting), y) for x, y in data.test]
     replica = trainer.evaluate(test, of="replica")
     trainer.flush()
     average = trainer.evaluate(test)
+    configuration = CONFIGURATIONS[job.configuration]
     return {
+        "kept": configuration.kept,
+        "averaging": repr(configuration.averaging),
         "accuracy": average.accuracy,
         "loss": _finite(average.loss),
         "replica_accuracy": replica.accuracy,
@@ -155,35 +150,8 @@ def train(job: Job, data: Cifar, device: torch.device, stopping: Stopping) -> di
         "last_epoch_train_loss": _finite(train_loss),
         "test_rows": average.rows,
         "train_s": round(trained - began, 2),
-        "seconds": round(time.perf_counter() - began, 2),
+        "seconds": round(time.monotonic() - began, 2),
     }
-
-
-def time_steps(job: Job, data: Cifar, device: torch.device, steps: int = 12) -> dict[str, Any]:
-    """Seconds per step after a few unwatched ones; graphs must first prove themselves right."""
-    found: dict[str, Any] = {}
-    setting, size = job.setting, job.setting.batch
-    x, y = next(data.batches(size, seed=0, epoch=0))
-    x = _laid_out(x, setting)
-    if setting.replay == "graphs":
-        rows = setting.rows_per_replica
-        found["difference"] = largest_difference(network_for(job, device), x[:rows], y[:rows])
-    trainer = trainer_for(job, device)
-    for _ in range(4):
-        trainer.step(x, y)
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = trainer.step(x, y)
-    assert loss is not None
-    float(loss)
-    return found | {"step_s": (time.perf_counter() - began) / steps}
-
-
-def forget(device: torch.device) -> None:
-    """Gives back what the last run held."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _laid_out(x: Tensor, setting: Setting) -> Tensor:

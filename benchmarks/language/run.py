@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks.averaging import mps
+from benchmarks import mps
 from benchmarks.averaging.summary import read
 from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, WAYS
 from benchmarks.language.data import Text
