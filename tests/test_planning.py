@@ -145,7 +145,8 @@ def test_auto_does_not_split_small_batches_to_nothing() -> None:
     late = plan_for(8, "adam", Auto(batch=8))
     assert late.method == PipeDream(accumulate=4)
     assert late.corrections == ()
-    assert "at a lag of 7 none gave" in str(late)
+    assert "plain training's rate none gave" in str(late)
+    assert "7 of 8 parts late" in str(plan_for(8, "adam", Auto(batch=16)))
     assert plan_for(8, "muon", Auto(batch=8)).corrections == ("extrapolate",)  # a lag of 2
     assert plan_for(8, "muon", Auto(batch=2)).corrections == ("rate-by-lag",)  # of 7
     assert plan_for(1).method == Synchronous()
