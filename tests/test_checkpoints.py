@@ -634,6 +634,65 @@ def test_drained_checkpoints_pass_between_methods_and_replicas(tmp_path: Path) -
             assert_same_bits(again.state_dict(), first.state_dict())
 
 
+def test_every_owed_loss_is_owed_once(tmp_path: Path) -> None:
+    batches = vector_batches(12)
+    trainer = trainer_for(mlp(), StaleWeights(), stages=3)
+    given = []
+    for number, (x, y) in enumerate(batches, start=1):
+        given.append(trainer.step(x, y))
+        if number % 3 == 0:
+            trainer.save(tmp_path, drain=True)
+    handed_out = [loss for loss in given if loss is not None] + trainer.flush()
+    assert len(handed_out) == len(batches)
+
+
+def test_what_is_saved_with_the_data_is_what_it_was_then(tmp_path: Path) -> None:
+    trainer = trained(mlp(), vector_batches(3), stages=2)
+    place = {"next": 3, "seen": [0, 1, 2]}
+    started = threading.Event()
+    write = tensorfile.write
+
+    def late(*arguments: Any, **settings: Any) -> Any:
+        started.wait()
+        return write(*arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensorfile, "write", late)
+        trainer.save(tmp_path, data=place)
+        place["next"] = 4
+        place["seen"].append(3)  # type: ignore[attr-defined]
+        started.set()
+        trainer.finish_saving()
+    again = trainer_for(mlp(), stages=2)
+    assert again.resume(tmp_path).data == {"next": 3, "seen": [0, 1, 2]}
+
+
+def test_a_run_that_changed_without_a_step_is_saved_anew(tmp_path: Path) -> None:
+    trainer = trained(mlp(), vector_batches(3), stages=2)
+    trainer.save(tmp_path, wait=True)
+    trainer.load_state_dict(mlp(seed=5).state_dict())
+    trainer.save(tmp_path, data="later", wait=True)
+    again = trainer_for(mlp(), stages=2)
+    assert again.resume(tmp_path).data == "later"
+    assert_same_bits(again.state_dict(), mlp(seed=5).state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_run_can_go_back_to_an_earlier_phase(tmp_path: Path) -> None:
+    batches = vector_batches(12)
+    method = Phases((StaleWeights(), 6), (Synchronous(), None))
+    trainer = trainer_for(mlp(), method, stages=3)
+    for number, (x, y) in enumerate(batches, start=1):
+        trainer.step(x, y)
+        if number == 5:
+            trainer.save(tmp_path, wait=True)
+    assert trainer.method.name == "synchronous"
+    assert trainer.resume(tmp_path).step == 5
+    assert trainer.method.name == "stale-weights"
+    go_on(trainer, batches[5:])
+    assert_same_bits(trainer.state_dict(), trained(mlp(), batches, method, stages=3).state_dict())
+
+
 def test_losses_owed_at_a_drained_save_are_not_lost(tmp_path: Path) -> None:
     batches = vector_batches(6)
     trainer, plain = (trainer_for(mlp(), StaleWeights(), stages=3) for _ in range(2))

@@ -243,3 +243,31 @@ def test_channels_last_survives_a_boundary(method: Method) -> None:
     for x, y in batches:
         trainer.step(x, y)
     assert all(stride[1] == 1 for stride in seen)
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.places = nn.Linear(6, 8), nn.Parameter(torch.zeros(5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inlet(x[:, None].expand(-1, 5, -1)) + self.places  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """Whose gradient of its input is laid out otherwise than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0].mean(1)  # type: ignore[no-any-return]
+
+
+def test_gradients_pass_a_boundary_as_they_are_laid_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Places(), Recurrent(), nn.Linear(8, 4))
+    batches = vector_batches(10, rows=8, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches)
+    assert_same_bits(trained(model, batches, cuts=[1, 2]).state_dict(), expected.state_dict())

@@ -21,7 +21,7 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from offbeat.errors import BatchError, ConfigurationError, StoppedError
+from offbeat.errors import BatchError, ConfigurationError, StageError, StoppedError
 from offbeat.methods import (
     ADL,
     DGL,
@@ -562,9 +562,150 @@ def test_an_error_in_a_forward_leaves_all_weights_as_they_were(method: Method, w
     for _ in range(5):
         trainer.step(x, y)
     trainer.flush()
-    assert (
-        len({worker.stage.version for worker in trainer._workers}) == 1 or method != Synchronous()
-    )
+    assert len({worker.stage.version for worker in trainer._workers}) == 1
+
+
+def test_a_run_goes_on_after_an_error_that_some_stages_were_past() -> None:
+    """At a change of phase all stages must have made the same number of updates."""
+    batches = vector_batches(14)
+    method = Phases((StaleWeights(), 6), (Synchronous(), None))
+    trainer = trainer_for(mlp(), method, cuts=[2, 4], clip=1.0)
+    for x, y in batches[:4]:
+        trainer.step(x, y)
+    good = trainer.state_dict()
+    with pytest.raises(IndexError):
+        trainer.step(x, y + 100)
+    trainer.load_state_dict(good)
+    for x, y in batches[4:]:
+        trainer.step(x, y)
+    assert trainer.method == Synchronous()
+
+
+@pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
+def test_a_loader_that_fills_the_same_memory_again_is_found_out(rule: Any) -> None:
+    trainer = trainer_for(mlp(), DSP(backward=rule), cuts=[2, 4])
+    memory = torch.empty(6, 6, dtype=torch.float64)
+    with pytest.raises(StageError, match="give every batch memory of its own"):
+        for x, y in vector_batches(6):
+            trainer.step(memory.copy_(x), y)
+
+
+@pytest.mark.parametrize("loader", [[], [(torch.zeros(2, 5), torch.zeros(2))], [1]])
+def test_an_evaluation_that_fails_leaves_the_run_intact(loader: Any) -> None:
+    batches = vector_batches(6)
+    trainer = trainer_for(mlp(), StaleWeights(), cuts=[2, 4])
+    for x, y in batches:
+        with pytest.raises((BatchError, RuntimeError, TypeError)):
+            trainer.evaluate(loader)
+        trainer.step(x, y)
+    trainer.flush()
+    expected = trained(mlp(), batches, StaleWeights(), cuts=[2, 4])
+    assert_same_bits(trainer.state_dict(), expected.state_dict())
+
+
+def test_evaluation_counts_rows_and_classes_as_they_are() -> None:
+    x, y = torch.randn(8, 3), torch.randint(2, (8,))
+
+    def scored(model: nn.Module, loss: Any, **settings: Any) -> offbeat.Evaluation:
+        return trainer_for([model], loss=loss, **settings).evaluate([(x, y), (x[:2], y[:2])])
+
+    def of_one_number(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(output[:, 0], target.float())
+
+    assert scored(nn.Linear(3, 1), of_one_number).accuracy is None  # zero parts the two classes
+
+    class WithLossOfItsOwn(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"aux": self.weight.sum(), "logits": super().forward(x)}
+
+    def of_logits(output: Any, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output["logits"], target)
+
+    assert scored(WithLossOfItsOwn(3, 2), of_logits).rows == 10
+
+    model = nn.Linear(3, 2)
+    found = scored(model, nn.functional.cross_entropy, autocast=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [nn.functional.cross_entropy(model(x[:n]), y[:n]).item() for n in (8, 2)]
+    assert found.loss == pytest.approx((8 * losses[0] + 2 * losses[1]) / 10, abs=1e-7)
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x) + 1  # type: ignore[no-any-return,no-untyped-call]
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_cut_by_that() -> None:
+    model = Doubled(*mlp(dtype=torch.float32))
+    batches = vector_batches(4, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches)
+    assert_same_bits(trained(model, batches, stages=2).state_dict(), expected.state_dict())
+
+
+def test_hooks_of_a_model_that_is_cut_are_pointed_out() -> None:
+    model = mlp()
+    model.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="hooks of the model itself are not called"):
+        trainer_for(model, stages=2)
+
+
+def test_what_is_trained_is_settled_when_the_trainer_begins() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    trainer = trainer_for(model, cuts=[2, 4])
+    (x, y), *_ = vector_batches(1)
+    trainer.step(x, y)
+    trainer.model[0].requires_grad_(True)  # type: ignore[index]
+    with pytest.raises(ConfigurationError, match=r"0\.weight was frozen when this trainer began"):
+        trainer.step(x, y)
+    trainer.model[0].requires_grad_(False)  # type: ignore[index]
+    trainer.step(x, y)
+
+
+@pytest.mark.parametrize("method", [Synchronous(), DSP(backward="recompute"), StaleWeights()])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_that_begins_to_train_later_does_so_everywhere(
+    method: Method, replicas: int
+) -> None:
+    batches = image_batches(7)
+    trainer = trainer_for(cnn().eval(), method, stages=3, replicas=replicas)
+    for x, y in batches[:2]:
+        trainer.step(x, y)
+    trainer.flush()
+    trainer.model.train()
+    for x, y in batches[2:]:
+        trainer.step(x, y)
+    trainer.flush()
+    for model in trainer._models:
+        counts = [m.num_batches_tracked for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        assert counts == [5, 5]
+
+
+class Named(nn.Module):
+    """A model whose batches are dicts of its arguments, as Hugging Face's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = self.inlet(ids) if mask is None else self.inlet(ids) * mask
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def test_a_batch_of_named_arguments_fits_one_stage_as_it_does_several() -> None:
+    torch.manual_seed(0)
+    model: Any = Named()
+    batches: Any = [
+        ({"ids": x, "mask": (x[:, :1] > 0).float()}, y)
+        for x, y in vector_batches(4, dtype=torch.float32)
+    ]
+    one, several = (trained(model, batches, stages=stages) for stages in (1, 3))
+    assert_same_bits(one.state_dict(), several.state_dict())
+    assert one.evaluate(batches) == several.evaluate(batches)
 
 
 def test_dgl_says_when_it_needs_a_head() -> None:

@@ -145,6 +145,14 @@ def test_max_steps_ends_a_run_early(tmp_path: Path) -> None:
     assert run.summary["lags"]["0"] == {"0": 1, "1": 1, "2": 3}
 
 
+def test_a_run_that_died_after_its_last_step_takes_no_more(tmp_path: Path) -> None:
+    words = ("--max-steps", "6", "--save-every", "3", "--stages", "2")
+    train(tmp_path / "run", *words)
+    (tmp_path / "run" / "summary.json").unlink()
+    again = train(tmp_path / "run", *words, "--resume")
+    assert (again.summary["status"], again.summary["steps"]) == ("finished", 6)
+
+
 def test_schedules_rise_and_fall() -> None:
     def rates(**settings: Any) -> list[float]:
         experiment = Experiment.read({"lr": 1.0, **settings})

@@ -10,17 +10,22 @@ from torch import nn
 class WrittenBuffers:
     """Undoes what a forward writes into buffers, so that only the recomputation counts.
 
-    BatchNorm statistics must move once per batch. The first forward shows which buffers are written
-    at all; later ones save only those.
+    BatchNorm statistics must move once per batch. The first forward, and the first after modules
+    went over to training or evaluation, shows which buffers are written at all; later ones save
+    only those.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [sub for module in modules for sub in module.modules()]
         self.written: list[tuple[int, str]] | None = None
         """The buffers that a forward writes, as (module, name); None before the first."""
+        self._modes: list[bool] = []
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        modes = [module.training for module in self._modules]
+        if modes != self._modes:
+            self.written, self._modes = None, modes
         places = self.written
         if places is None:
             places = [(i, name) for i, m in enumerate(self._modules) for name in m._buffers]

@@ -255,6 +255,23 @@ def check_rows(batch: Nest, parts: int, method: Method, *, by_auto: bool) -> Non
             )
 
 
+def check_traced_shapes(pieces: Sequence[Nest], traced: Nest) -> None:
+    """``traced``: what the model was recorded for; None before that."""
+    wanted = _shapes_of(pieces[0] if traced is None else traced)
+    for piece in pieces:
+        for was, now in zip(wanted, _shapes_of(piece), strict=True):
+            if was != now:
+                raise BatchError(
+                    f"this model was traced for inputs of {was} and was given {now}: a traced model"
+                    " takes one shape. Use DataLoader(..., drop_last=True). The batch was not"
+                    " started."
+                )
+
+
+def _shapes_of(batch: Nest) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in nest.tensors(batch)]
+
+
 def rows_of(batch: Nest) -> int:
     first = nest.tensors(batch)[0]
     return first.size(0) if first.dim() else 1

@@ -1,10 +1,12 @@
 """Cutting a model into stages: as given, at child numbers, at weighted layers, or by cost."""
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -95,7 +97,8 @@ class Cut:
         if self.given is not None:
             return list(self.given)
         if self.stages == 1:
-            return [self.model]
+            several = len(signature(self.model.forward).parameters) > 1
+            return [trunk.Whole(self.model) if several else self.model]
         assert self.places is not None
         layers = _layers(self.model)
         ends = [0, *self.places, len(layers)]
@@ -155,8 +158,15 @@ def _cut_module(
     wanted = len(given) + 1 if given is not None else stages or 1
     if wanted == 1:
         return Cut(model, 1, ())
-    if not isinstance(model, nn.Sequential):
+    # A subclass with a forward of its own is no chain of its children.
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         return _cut_trunk(model, wanted, cuts, ppv)
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+        warnings.warn(
+            "hooks of the model itself are not called: stages call its layers. Register them on"
+            " layers.",
+            stacklevel=4,
+        )
     children = [module for _, module in _layers(model)]
     if wanted > len(children):
         raise ConfigurationError(

@@ -1,9 +1,12 @@
 """Scoring: loss and accuracy over a loader, added up batch by batch."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from offbeat import nest
 from offbeat.checks import rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
@@ -20,18 +23,23 @@ class Evaluation:
 
 
 class Score:
-    """Adds up batches."""
+    """Adds up batches; losses are computed in ``context``, as those of training are."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(
+        self, loss: Loss, context: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         self._loss = loss
+        self._context = context
         self._total = 0.0
         self._rows = 0
         self._hits: int | None = 0
 
     def add(self, output: Nest, target: Nest) -> None:
-        rows = rows_of(output)
+        # An output may begin with a tensor that has no rows, such as a loss of its own.
+        rows = rows_of([tensor for tensor in nest.tensors([output, target]) if tensor.dim()])
         hits = _hits(output, target)
-        self._total += float(self._loss(output, target)) * rows
+        with self._context():
+            self._total += float(self._loss(output, target)) * rows
         self._rows += rows
         self._hits = None if hits is None or self._hits is None else self._hits + hits
 
@@ -51,5 +59,7 @@ def _hits(output: Nest, target: Nest) -> int | None:
         return None
     whole = not target.is_floating_point() and not target.is_complex()
     if not whole or output.dim() != 2 or target.dim() != 1 or len(output) != len(target):
+        return None
+    if output.size(1) == 1:  # one number for two classes: where it parts them only the loss knows
         return None
     return int((output.argmax(1) == target).sum())

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from offbeat.versions import (
     SavedTensors,
     Stashed,
     move_to_fresh_storage,
+    overwritten,
     weights_set_to,
 )
 
@@ -40,6 +42,8 @@ class Flight:
     given: Nest
     target: Nest
     scale: float
+    given_as: list[int] | None = None
+    """The version counters of what was given, where it is needed again; None if nobody looked."""
     lent: bool = False
     """Whether its forward used weights with a storage of their own, which no update writes."""
     graph: Graph = field(default_factory=Graph)
@@ -87,6 +91,7 @@ class Stage:
         self.modules = [module] if head is None else [module, head]
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self._trainable = [p for p in self.parameters if p.requires_grad]
+        self._frozen = [p for p in self.parameters if not p.requires_grad]
         self._flights: dict[int, Flight] = {}
         self._peak = 0
         self._peak_versions = 1
@@ -116,6 +121,10 @@ class Stage:
         self._shrink = shrink
         self._local_loss = local_loss
         self._old.clear()
+
+    def thawed(self) -> list[Tensor]:
+        """Parameters that were frozen when the stage was made and are not now."""
+        return [p for p in self._frozen if p.requires_grad]
 
     def entered(self, kind: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """The context in which an action of this kind is to be launched."""
@@ -148,6 +157,7 @@ class Stage:
         flight.lent = weights is not None
         with weights_set_to(self._trainable, weights):
             if self._rule == "recompute":
+                flight.given_as = [tensor._version for tensor in nest.tensors(given)]
                 with torch.no_grad(), self._buffers.restored():
                     output, loss = self._run(batch, flight, given)
             else:
@@ -164,6 +174,10 @@ class Stage:
         """
         flight = self._flights[batch]
         if self._rule == "recompute" and not flight.outputs:
+            given = nest.tensors(flight.given)
+            for tensor, before in zip(given, flight.given_as or (), strict=False):
+                if tensor._version != before:
+                    raise overwritten(tensor)
             with self._backward_weights(batch):
                 self._build_graph(batch, flight, flight.given)
 
@@ -172,12 +186,13 @@ class Stage:
         self.prepare(batch)
         flight = self._flights[batch]
         outputs, starts = self._starts(flight, gradients)
+        laid_out_anew = _kept_as_they_come(flight.inputs)
         with self._backward_weights(batch):
             if outputs:
                 torch.autograd.backward(outputs, starts)
         self.corrector.arrived(batch)
         del self._flights[batch]
-        return [tensor.grad for tensor in flight.inputs]
+        return [laid_out_anew.get(place, t.grad) for place, t in enumerate(flight.inputs)]
 
     def update(self) -> None:
         """Applies the gathered gradients: one optimizer step, one more version."""
@@ -414,6 +429,23 @@ class Stage:
             in_flight_bytes=storages.other_bytes,
             correction_bytes=self.corrector.bytes,
         )
+
+
+def _kept_as_they_come(inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Will hold the gradients of inputs, by place, that autograd would lay out anew for ``.grad``.
+
+    In an unsplit model the layer before gets them as they are, and its sums go by their layout.
+    """
+    kept: dict[int, Tensor] = {}
+
+    def keep(place: int, strides: tuple[int, ...], gradient: Tensor) -> None:
+        if gradient.layout == torch.strided and gradient.stride() != strides:
+            kept[place] = _without_holes(gradient)
+
+    for place, tensor in enumerate(inputs):
+        if tensor.requires_grad:
+            tensor.register_hook(partial(keep, place, tensor.stride()))
+    return kept
 
 
 def precision(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:

@@ -143,7 +143,8 @@ class Trainer:
             method, corrections = self._plan.method, corrections or self._plan.corrections
         method = checks.checked_method(method)
         self._replicas = Replicas(replicas, checks.checked_replicas(replicas, averaging))
-        self._phases = deque(method.phases())
+        self._phases = tuple(method.phases())
+        self._phase = 0
         asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
         checks.warn_of_one_stage(method, self._cut.stages, asked)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
@@ -161,6 +162,8 @@ class Trainer:
         self._interleaving: Choose = updates_last
         self._workers: list[Worker] = []
         self._models = [self._cut.model]
+        self._copied_modes: list[tuple[nn.Module, nn.Module]] = []
+        """Modules of the user's model and their copies, which train or evaluate as they do."""
         self._awaited: deque[range] = deque()
         self._owed: list[Tensor] = []
         self._next_batch = 0
@@ -223,7 +226,7 @@ class Trainer:
     @property
     def method(self) -> Method:
         """The method that runs now (under ``Phases``: the present phase)."""
-        return self._phases[0][0]
+        return self._phases[self._phase][0]
 
     @property
     def plan(self) -> Plan | None:
@@ -327,7 +330,7 @@ class Trainer:
 
     @property
     def _schedule(self) -> Schedule:
-        return self._schedules[len(self._schedules) - len(self._phases)]
+        return self._schedules[self._phase]
 
     # ---------------------------------------------------------------- training
 
@@ -340,6 +343,9 @@ class Trainer:
         let_in(self)
         self._enter_next_phase()
         shards = self._shards(x, y)
+        self._refuse_thawed()
+        for ours, theirs in self._copied_modes:
+            theirs.training = ours.training
         with self._stopping_on_error(), torch.enable_grad():
             if self._processes is not None and self._step == 0:
                 self._processes.refuse_equal_shards(x, y)
@@ -439,10 +445,10 @@ class Trainer:
                     self._readings.record(what, stage.index, stage.replica, stage.version, value)
 
     def _enter_next_phase(self) -> None:
-        updates = self._phases[0][1]
+        updates = self._phases[self._phase][1]
         if updates is not None and self._steps_in_phase >= updates:
             self._owed = self.flush()  # handed out by the user's own flush
-            self._phases.popleft()
+            self._phase += 1
             self._steps_in_phase = 0
 
     def _begin_fill(self) -> None:
@@ -542,9 +548,12 @@ class Trainer:
         checks.check_loader(loader)
         if of not in ("average", "replica"):
             raise unknown("of", of, ("average", "replica"))
-        score = Score(self._recipe.loss)
+        context = partial(precision, self._device, self._recipe.autocast)
+        score = Score(self._recipe.loss, context)
+        alone = self._processes is None
         with (
-            self._stopping_on_error(),
+            # Nobody else waits for what an error in one process leaves undone.
+            nullcontext() if alone else self._stopping_on_error(),
             self._joined(),
             modes_kept(self.model),
             torch.no_grad(),
@@ -554,11 +563,15 @@ class Trainer:
             shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
             for number, (x, y) in enumerate(loader):
                 checks.check_devices([x, y], self._device)
-                output = None
+                output = x if alone else None
                 for worker in shown:
-                    output = worker.predict(number, x, states[worker.stage.index])
+                    state = states[worker.stage.index]
+                    if alone:
+                        output = worker.stage.predict(output, state)
+                    else:
+                        output = worker.predict(number, x, state)
                 if not shown:  # nothing is cut before the first batch has been weighed
-                    with precision(self._device, self._recipe.autocast):
+                    with context():
                         output = call(self.model, x)
                 if output is not None:
                     score.add(output, y)
@@ -626,8 +639,10 @@ class Trainer:
 
     def _discard(self) -> None:
         """Forgets whatever is in flight: weights come from elsewhere."""
+        newest = max((worker.stage.version for worker in self._workers), default=0)
         for worker in self._workers:
             worker.stage.discard()
+            worker.stage.version = newest  # an error may have left some behind
             worker.pending.clear()
             worker.transport.clear()
             worker.guard.forget()
@@ -679,7 +694,7 @@ class Trainer:
             "step": self._step,
             "next_batch": self._next_batch,
             "step_in_fill": self._step_in_fill,
-            "phase": len(self._schedules) - len(self._phases),
+            "phase": self._phase,
             "steps_in_phase": self._steps_in_phase,
             "awaited": [(numbers.start, numbers.stop) for numbers in self._awaited],
             "owed": list(self._owed),
@@ -687,9 +702,7 @@ class Trainer:
 
     def _go_to(self, place: dict[str, Any]) -> None:
         self._step, self._next_batch = place["step"], place["next_batch"]
-        self._step_in_fill = place["step_in_fill"]
-        while len(self._schedules) - len(self._phases) < place["phase"]:
-            self._phases.popleft()
+        self._step_in_fill, self._phase = place["step_in_fill"], place["phase"]
         self._steps_in_phase = place["steps_in_phase"]
         self._awaited = deque(range(start, stop) for start, stop in place["awaited"])
         self._owed = place["owed"]
@@ -707,6 +720,11 @@ class Trainer:
         # Replica 0 is the user's own model; the others of this process are copies of it.
         cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
         self._models = [cut.model for cut in cuts]
+        self._copied_modes = [
+            pair
+            for model in self._models[1:]
+            for pair in zip(self.model.modules(), model.modules(), strict=True)
+        ]
         for replica, cut, transport in zip(self._here, cuts, self._transports, strict=True):
             modules = cut.modules()
             heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
@@ -775,6 +793,11 @@ class Trainer:
                 self.method,
                 by_auto=self._plan is not None,
             )
+        if first and self._cut.paths is not None:
+            parts = self._schedule.micro_batches
+            checks.check_traced_shapes(
+                [piece for x, _ in shards for piece in nest.split(x, parts)], self._first
+            )
         last = self._processes is None or self._processes.stage == self.stages - 1
         if last and self._schedule.micro_batches > 1 and not nest.tensors(y):
             raise BatchError(
@@ -783,6 +806,16 @@ class Trainer:
                 " of x. The batch was not started."
             )
         return shards
+
+    def _refuse_thawed(self) -> None:
+        thawed = {id(p) for worker in self._workers for p in worker.stage.thawed()}
+        if thawed:
+            name = next(n for n, p in self.model.named_parameters() if id(p) in thawed)
+            raise ConfigurationError(
+                f"{name} was frozen when this trainer began and has requires_grad now: what is"
+                " trained is settled then. Keep the weights with state_dict(), and build a new"
+                " Trainer with the model as it is to be trained. The batch was not started."
+            )
 
     def _refuse_if_stopped(self) -> None:
         self._catching_up.refuse_if_behind()

@@ -147,6 +147,10 @@ def _train(
     saver: "Saver",
     interrupted: Callable[[], bool],
 ) -> str:
+    if experiment.max_steps is not None and progress.step >= experiment.max_steps:
+        trainer.flush()  # a run taken up again after its last step
+        _evaluate(experiment, data, trainer, progress, watchers)
+        return "finished"
     while progress.epoch < experiment.epochs:
         position = progress.step - progress.epoch * progress.steps_per_epoch
         # A run that was saved at the end of an epoch goes on with the evaluation.

@@ -68,6 +68,17 @@ def call(model: nn.Module, x: Nest) -> Nest:
     return model(x, **settings)
 
 
+class Whole(nn.Module):
+    """A model in one stage, called as it would be in several."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Nest) -> Nest:
+        return call(self.model, x)
+
+
 # ------------------------------------------------------------------------- looking
 
 

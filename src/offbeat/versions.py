@@ -66,12 +66,16 @@ class SavedActivation:
 
     def rebuild(self) -> Tensor:
         if self.version is not None and self.tensor._version != self.version:
-            raise StageError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs was"
-                " changed by an in-place operation after it was saved; plain PyTorch refuses this"
-                " too. Use the out-of-place form of the operation."
-            )
+            raise overwritten(self.tensor)
         return self.tensor
+
+
+def overwritten(tensor: Tensor) -> StageError:
+    return StageError(
+        f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was changed by an"
+        " in-place operation after it was saved. Use the out-of-place form of the operation; or, if"
+        " it is a batch, give every batch memory of its own."
+    )
 
 
 Saved = SavedWeight | SavedActivation

@@ -10,6 +10,7 @@ import re
 import time
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,7 +63,6 @@ class Checkpoints:
         self._method = describe(method)
         self._folders: set[Path] = set()
         """Folders that belong to this run: it has saved there, or looked there before it began."""
-        self._last: tuple[Path, bool] | None = None
         self._writer: Writer | None = None
 
     # ---------------------------------------------------------------- saving
@@ -84,22 +84,15 @@ class Checkpoints:
             refuse_strange(folder)
             self._folders.add(folder)
         if drain:
-            trainer._owed += trainer.flush()
-        place = place_of(folder, trainer._step)
-        if self._last != (place, drain):  # the same step twice is one checkpoint
-            self._writing.start(self._order(folder, drain, keep, data))
-            self._last = (place, drain)
+            trainer._owed = trainer.flush()
+        self._writing.start(self._order(folder, drain, keep, data))
         if wait:
             self.wait()
-        return place
+        return place_of(folder, trainer._step)
 
     def wait(self) -> None:
         """Until everything is on disk; raises if the last checkpoint could not be written."""
-        try:
-            self._writing.wait()
-        except CheckpointError:
-            self._last = None  # another attempt is welcome
-            raise
+        self._writing.wait()
 
     @property
     def _writing(self) -> Writer:
@@ -124,7 +117,8 @@ class Checkpoints:
         ranks = self._keepers() if drain else list(range(trainer.mesh_size))
         files = self._drained_files(ranks) if drain else self._exact_files()
         if data is not None and trainer.rank == ranks[0]:
-            files[DATA] = data.state_dict() if hasattr(data, "state_dict") else data
+            # A copy: it is written while the loader goes on.
+            files[DATA] = deepcopy(data.state_dict() if hasattr(data, "state_dict") else data)
         return Order(
             folder=folder,
             step=trainer._step,
@@ -254,7 +248,6 @@ class Checkpoints:
                 self._resume_exactly(found)
             else:
                 self._resume_drained(found)
-        self._last = (found.path, found.manifest["kind"] == "drained")
         stored = tensorfile.read(found.path / DATA) if found.manifest["data"] else None
         if stored is not None and hasattr(data, "load_state_dict"):
             data.load_state_dict(stored)

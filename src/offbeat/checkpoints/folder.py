@@ -100,10 +100,13 @@ def publish(folder: Path, step: int, manifest: dict[str, Any], keep: int) -> Non
         file.flush()
         os.fsync(file.fileno())
     _settle(aside)
-    if place.exists():  # a damaged one, from which nobody could resume
-        _delete(place)
+    # One of the same step is replaced: it is damaged, or the run has changed since without a step.
+    replaced = partial_of(folder, step).with_suffix(".replaced.partial")
+    if place.exists():
+        place.rename(replaced)
     aside.rename(place)
     _settle(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
     _tidy(folder, step, keep)
 
 
