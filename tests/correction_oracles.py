@@ -372,10 +372,10 @@ def rated(o: Optimizer, scale: Callable[[int, int], float]) -> Step:
 
 
 def momentum_by_lag(o: Optimizer, towards: float) -> Step:
-    """m + D (towards - m) / K, and not beyond."""
+    """m + D (towards - m) / K, and not beyond; D that of a full pipe."""
 
     def step(h: History, g: Weights, D: int) -> Weights:
-        m = o.m + min(1.0, D / h.stages) * (towards - o.m)
+        m = o.m + min(1.0, h.lag / h.stages) * (towards - o.m)
         u = o.moment(h, g, m)
         return o.moved(h, u) if isinstance(o, SGD) else o.moved(h, u, m=m)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import jobs
 import offbeat
-from helpers import OPTIMIZERS, assert_same_bits
+from helpers import OPTIMIZERS, assert_same_bits, plain_loop, vector_batches
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
 
@@ -156,6 +156,44 @@ def test_in_processes_and_with_replicas() -> None:
     alone = jobs.train_tower(replicas=2)
     for state in offbeat.launch(jobs.train_tower, 4, 2):
         assert_same_bits(state, alone)
+
+
+class Centred(nn.Module):
+    """Assigns its buffer anew, where BatchNorm writes into its own."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return x - self.mean
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.centred, self.inlet, self.head = Centred(), nn.Linear(6, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inlet(self.centred(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_a_forward_assigns_anew_is_the_model_s() -> None:
+    model: Any = Tower()
+    batches = vector_batches(4, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches)
+    found = trained(model, batches, Synchronous(), stages=2)
+    assert_same_bits(found.state_dict(), expected.state_dict())
+    assert found.state_dict()["centred.mean"].any()
 
 
 # ------------------------------------------------------------------ traced

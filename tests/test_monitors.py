@@ -242,3 +242,26 @@ def test_a_monitor_must_be_one() -> None:
         trainer_for(mlp(), PipeDream(), cuts=[2], monitor=True)
     with pytest.raises(ConfigurationError, match="every=0"):
         Monitor(every=0)
+
+
+def test_stages_of_mixed_types_and_frozen_ones_are_watched() -> None:
+    torch.manual_seed(0)
+    mixed = nn.Sequential(nn.LayerNorm(6, dtype=torch.bfloat16), Widening(), nn.Linear(6, 6))
+    embedding = nn.Embedding(9, 6, dtype=torch.bfloat16).requires_grad_(False)
+    trainer = trainer_for(
+        [embedding, mixed, nn.Linear(6, 4)], PipeDream(),
+        lambda p: torch.optim.AdamW([{"params": p}, {"params": [], "weight_decay": 0.0}]),
+        corrections=[Predict(horizon="fitted")], **WATCHED,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        x, y = torch.randint(9, (8,), generator=generator), torch.randint(4, (8,))
+        trainer.step(x, y)
+    assert set(trainer.probe(x, y)) == {1, 2}
+    trainer.step(x, y)
+    assert {reading.stage for reading in trainer.readings if reading.what == "staleness"} == {1}
+
+
+class Widening(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()

@@ -12,7 +12,7 @@ from torch import nn
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
 from offbeat.cli import main
-from offbeat.corrections import Predict, SpikeCompensation
+from offbeat.corrections import ClipPerStage, Predict, SpikeCompensation
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import (
     ADL,
@@ -191,9 +191,14 @@ def test_auto_is_what_it_says() -> None:
     assert_same_bits(chosen.state_dict(), named.state_dict())
 
 
-def test_corrections_of_one_s_own_win_over_auto_s() -> None:
-    trainer = trainer_for(mlp(), Auto(hop=0.5), cuts=[2, 4], corrections=[Predict()])
-    assert trainer.corrections == (Predict(),)
+def test_corrections_of_one_s_own_win_over_auto_s(capsys: Any) -> None:
+    own = [Predict(horizon="lag"), ClipPerStage(times=3)]
+    trainer = trainer_for(mlp(), Auto(hop=0.5), cuts=[2, 4], corrections=own)
+    assert list(trainer.corrections) == own
+    said = capsys.readouterr().out
+    assert " + predict:horizon=lag + clip-per-stage:times=3\n" in said
+    assert said.endswith("corrections as they were given\n")
+    assert trainer_for(mlp(), "auto", cuts=[2, 4], corrections=[]).corrections == ()
 
 
 @pytest.mark.parametrize(

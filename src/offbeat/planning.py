@@ -1,8 +1,9 @@
 """The least staleness that keeps every stage busy, and what to do about the rest."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, fields
 from math import ceil
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods import DSP, Asynchronous, PipeDream, Synchronous
@@ -70,13 +71,28 @@ class Auto:
             require_count("batch", self.batch)
 
 
+class Named(Protocol):
+    """A method or a correction: a frozen dataclass of settings with a name."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def name(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A method, corrections by name, and the reasons."""
+    """A method, corrections as the command line spells them, and the reasons."""
 
     method: Method
     corrections: tuple[str, ...]
     reasons: tuple[str, ...]
+
+    def with_own(self, corrections: Sequence[Named]) -> "Plan":
+        """The same method with corrections that somebody else has chosen."""
+        about_method = self.reasons[:-1] if len(self.reasons) > 1 else self.reasons
+        spelled = tuple(map(_spelled, corrections))
+        return Plan(self.method, spelled, (*about_method, "corrections as they were given"))
 
     def __str__(self) -> str:
         """As ``--method`` and ``--correction`` would say it, and why."""
@@ -84,19 +100,14 @@ class Plan:
         return "\n".join([f"auto: {chosen}", *(f"  {reason}" for reason in self.reasons)])
 
 
-def settings_of(method: Method) -> dict[str, Any]:
-    """The settings in which a method differs from its defaults."""
-    usual = type(method)()
-    return {
-        f.name: value
-        for f in fields(method)
-        if (value := getattr(method, f.name)) != getattr(usual, f.name)
-    }
+def settings_of(named: Named) -> dict[str, Any]:
+    """The settings in which a method or a correction differs from its defaults."""
+    return {f.name: value for f in fields(named) if (value := getattr(named, f.name)) != f.default}
 
 
-def _spelled(method: Method) -> str:
-    settings = ",".join(f"{name}={value}" for name, value in settings_of(method).items())
-    return f"{method.name}:{settings}" if settings else method.name
+def _spelled(named: Named) -> str:
+    settings = ",".join(f"{name}={value}" for name, value in settings_of(named).items())
+    return f"{named.name}:{settings}" if settings else named.name
 
 
 def plan_for(

@@ -94,9 +94,11 @@ def _backward(
         if end.requires_grad and (start is not None or len(ends) == 1)
     ]
     wanted = [*one.weights, *(t for t in one.inputs if t.requires_grad)]
-    found = torch.autograd.grad(
-        [end for end, _ in pairs], wanted, [start for _, start in pairs], allow_unused=True
-    )
+    found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+    if wanted and pairs:
+        found = torch.autograd.grad(
+            [end for end, _ in pairs], wanted, [start for _, start in pairs], allow_unused=True
+        )
     own = [
         torch.zeros_like(w) if g is None else g
         for w, g in zip(one.weights, found[: len(one.weights)], strict=True)

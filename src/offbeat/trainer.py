@@ -72,11 +72,13 @@ class Trainer:
     ``model``      an ``nn.Sequential`` or a model with a ``ModuleList`` of blocks, to be cut, or a
                    list of modules: the stages as given.
     ``loss``       ``loss(output, target)``, one number, a mean over rows.
-    ``optimizer``  called once per stage with its parameters; may return several optimizers.
+    ``optimizer``  called once per stage with its parameters; may return several optimizers. "auto"
+                   calls it once more before, to see what it makes.
     ``method``     an object from :mod:`offbeat.methods`, or its name; "auto" takes the least lag
                    that keeps all stages busy, accumulation and corrections with it, and says why.
     ``corrections``  what makes its staleness less harmful: objects from
                    :mod:`offbeat.corrections`, or their names; they find the lag by themselves.
+                   None: what "auto" chooses, else none.
     ``monitor``    ``Monitor()`` reads how stale each stage is into ``readings``.
     ``stages``     how many, cut where the cost of the first batch balances (see ``balance``);
                    ``cuts=[7]`` begins the next stage at child 7, ``cuts=["transformer.h.6"]`` at
@@ -118,7 +120,7 @@ class Trainer:
         loss: Loss,
         optimizer: OptimizerFactory,
         method: Method | Auto | str = Synchronous(),  # noqa: B008 -- a frozen value
-        corrections: Sequence[Correction | str] = (),
+        corrections: Sequence[Correction | str] | None = None,
         monitor: Monitor | None = None,
         stages: int | None = None,
         cuts: Cuts | None = None,
@@ -140,7 +142,11 @@ class Trainer:
         self._cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         self._plan = checks.plan_of(method, self._cut.stages, optimizer, model)
         if self._plan is not None:
-            method, corrections = self._plan.method, corrections or self._plan.corrections
+            method = self._plan.method
+            if corrections is None:
+                corrections = self._plan.corrections
+            else:
+                self._plan = self._plan.with_own(checks.checked_corrections(corrections))
         method = checks.checked_method(method)
         self._replicas = Replicas(replicas, checks.checked_replicas(replicas, averaging))
         self._phases = tuple(method.phases())
@@ -148,7 +154,7 @@ class Trainer:
         asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
         checks.warn_of_one_stage(method, self._cut.stages, asked)
         self._schedules = [phase.schedule(self._cut.stages) for phase, _ in self._phases]
-        self._corrections = checks.checked_corrections(corrections)
+        self._corrections = checks.checked_corrections(corrections or ())
         for (phase, _), schedule in zip(self._phases, self._schedules, strict=True):
             checks.check_corrections_fit(self._corrections, phase, schedule)
         self._device = checks.device_of(self._cut.model)
@@ -588,7 +594,9 @@ class Trainer:
         """
         self._refuse_if_stopped()
         checks.check_probe(self._monitor, self._schedule)
-        with self._stopping_on_error(), modes_kept(self.model), torch.enable_grad():
+        alone = self._processes is None
+        stopping = nullcontext() if alone else self._stopping_on_error()
+        with stopping, modes_kept(self.model), torch.enable_grad():
             self._evaluations += 1
             shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
             found = dict(cosines(shown, self._recipe, self._evaluations, x, y))
@@ -733,6 +741,9 @@ class Trainer:
             for stage in self._recipe.stages(modules, heads, here, replica):
                 guard = Guard(self._guards, stage, names, self._updates)
                 self._workers.append(self._worker(stage, transport, guard))
+                # Now, not when a later phase begins, corrections say what they do not fit.
+                lags = [schedule.lags[stage.index] for schedule in self._schedules]
+                stage.corrector.refuse_unfit(max(lags), stage.optimizers)
         if self._when_built is not None:
             self._when_built()
 

@@ -218,7 +218,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         loss=data.loss,
         optimizer=optimizer_factory(experiment),
         method=method_of(experiment, steps_per_epoch),
-        corrections=corrections_of(experiment),
+        corrections=corrections_of(experiment) or None,
         monitor=Monitor(probe=True) if experiment.monitor else None,
         stages=experiment.stages,
         cuts=cuts,
@@ -491,7 +491,7 @@ def _planned(trainer: Trainer) -> dict[str, Any]:
     if plan is None:
         return {}
     method = {"name": plan.method.name, "settings": settings_of(plan.method)}
-    chosen = [{"name": c.name, "settings": {}} for c in trainer.corrections]
+    chosen = [{"name": c.name, "settings": settings_of(c)} for c in trainer.corrections]
     return {"plan": {"method": method, "correction": chosen, "reasons": list(plan.reasons)}}
 
 

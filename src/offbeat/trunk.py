@@ -296,15 +296,17 @@ class _Body:
         if name == self._anatomy.trunk:
             return trunk
         frame = copy.copy(module)
-        frame._parameters, frame._buffers = dict(module._parameters), dict(module._buffers)
+        frame._parameters = dict(module._parameters)
         for key, parameter in module._parameters.items():
             if parameter is not None and (id(parameter) in self._anatomy.prefix) != self._first:
                 del frame._parameters[key]
                 stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 frame.__dict__[key] = stand_in.expand(parameter.shape)
+        # The very dict: a forward that assigns a buffer anew assigns the model's.
+        frame._buffers = module._buffers
         if (id(module) in self._anatomy.prefix_modules) != self._first:
+            frame._buffers = {}
             for key, buffer in module._buffers.items():
-                del frame._buffers[key]
                 frame.__dict__[key] = None if buffer is None else buffer.clone()
         frame._modules = {
             key: None if child is None else self._copy(child, f"{name}.{key}".lstrip("."), trunk)

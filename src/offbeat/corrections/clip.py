@@ -18,9 +18,9 @@ _DECAY = 0.99
 class ClipPerStage(Correction):
     """Stages with lag bound the norm of their own gradients.
 
-    ``norm`` is the bound itself; ``times`` is a multiple of the stage's usual norm, a running mean
-    over about a hundred updates. Give one of them. Beside the trainer's ``clip``, which is global
-    where no stage lags. Costs nothing.
+    ``norm`` is the bound itself; ``times``, above 1, is a multiple of the stage's usual norm, a
+    running mean over about a hundred updates. Give one of them. Beside the trainer's ``clip``,
+    which is global where no stage lags. Costs nothing.
 
     >>> ClipPerStage(times=3).times
     3
@@ -41,8 +41,10 @@ class ClipPerStage(Correction):
                 f"ClipPerStage(norm={self.norm!r}, times={self.times!r}): give one of the two, a"
                 " norm or a multiple of the stage's usual norm, as in times=3."
             )
-        name = "norm" if self.times is None else "times"
-        _require("ClipPerStage", name, getattr(self, name), above=0)
+        if self.times is None:
+            _require("ClipPerStage", "norm", self.norm, above=0)
+        else:  # up to 1 the bound, made of clipped norms, would fall for ever
+            _require("ClipPerStage", "times", self.times, above=1)
 
     def hook(self, around: Surroundings) -> "Clipping":
         return Clipping(self, around)
@@ -70,14 +72,18 @@ class Clipping(Hook):
         torch._foreach_mul_(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
 
     def _bound_by_history(self, norm: Tensor) -> Tensor:
-        """So many times the mean of the norms before this one; the first is left as it is."""
+        """So many times the mean of the norms before this one; the first is left as it is.
+
+        Gradients of zeros, as below a head that begins with zeros, say nothing of the usual norm.
+        """
         assert self._settings.times is not None
         usual, weight = self._usual
         bound = torch.where(weight > 0, self._settings.times * usual / weight, torch.inf)
         bound = bound.to(norm.dtype)
         # What counts is the clipped norm: one spike must not raise the bound for the next.
         counted = torch.stack([torch.minimum(norm, bound), torch.ones_like(norm)])
-        self._usual.lerp_(counted.to(self._usual.dtype), 1 - _DECAY)
+        counted = counted.to(self._usual.dtype)
+        self._usual.copy_(torch.where(norm > 0, self._usual.lerp(counted, 1 - _DECAY), self._usual))
         return bound
 
     def memory(self) -> dict[str, Tensors]:

@@ -94,16 +94,26 @@ class Corrector:
         if self._loaded:
             self._take_loaded()
 
+    def refuse_unfit(self, lag: int, optimizers: Sequence[Optimizer]) -> None:
+        """Raises what corrections have against these optimizers, at a lag that is to come."""
+        if lag and self._parameters:
+            around = self._surroundings(lag, groups_of(optimizers))
+            for correction in self._corrections:
+                correction.hook(around)
+
+    def _surroundings(self, lag: int, groups: Sequence[Group]) -> Surroundings:
+        return Surroundings(
+            stage=self._stage,
+            stages=self._stages,
+            lag=lag,
+            parameters=self._parameters,
+            groups=groups,
+        )
+
     def _make_hooks(self, fill: Fill, optimizers: Sequence[Optimizer]) -> None:
         self._groups = groups_of(optimizers)
         self.made += 1
-        around = Surroundings(
-            stage=self._stage,
-            stages=self._stages,
-            lag=fill.lag,
-            parameters=self._parameters,
-            groups=self._groups,
-        )
+        around = self._surroundings(fill.lag, self._groups)
         self._hooks = [correction.hook(around) for correction in self._corrections]
         self._watch = None if self._monitor is None else Watch(self._monitor, around)
         if self._watch is not None:  # first, so that it sees gradients as they arrive
@@ -149,7 +159,8 @@ class Corrector:
     def shrinkage(self) -> float:
         """Factor on the gradients that arrive."""
         factor = 1.0
-        for correction in self._corrections if self.active else ():
+        lags = self._fill is not None and self._fill.lag > 0
+        for correction in self._corrections if lags else ():
             factor *= correction.shrinkage
         return factor
 

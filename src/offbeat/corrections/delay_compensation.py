@@ -7,7 +7,7 @@ import torch
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
 from offbeat.corrections.base import require_number as _require
 from offbeat.corrections.groups import Tensors
-from offbeat.corrections.seen import refuse_recompute, with_gradients
+from offbeat.corrections.seen import refuse_maximizing, refuse_recompute, with_gradients
 from offbeat.methods.base import Rule
 
 _DECAY, _EPS = 0.95, 1e-7
@@ -42,6 +42,7 @@ class DelayCompensation(Correction):
         refuse_recompute(self.name, rule)
 
     def hook(self, around: Surroundings) -> "Compensation":
+        refuse_maximizing(self.name, around)
         return Compensation(self, around)
 
 

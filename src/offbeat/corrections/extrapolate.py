@@ -7,6 +7,7 @@ import torch
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
 from offbeat.corrections.base import require_number as _require
 from offbeat.corrections.groups import Tensors
+from offbeat.corrections.seen import with_gradients
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,15 @@ class Extrapolation(Hook):
 
     def after_step(self, numbers: Numbers, before: Tensors | None) -> None:
         assert before is not None
-        step = torch._foreach_sub(self._parameters, before)
-        change = torch._foreach_sub(step, self._previous)
-        torch._foreach_add_(self._parameters, torch._foreach_mul(change, numbers[0]))
-        torch._foreach_copy_(self._previous, step)
+        # What got no gradient, as in an update that was skipped, has made no step to go on with.
+        places, weights, _ = with_gradients(self._parameters)
+        if not places:
+            return
+        previous = [self._previous[place] for place in places]
+        step = torch._foreach_sub(weights, [before[place] for place in places])
+        change = torch._foreach_sub(step, previous)
+        torch._foreach_add_(weights, torch._foreach_mul(change, numbers[0]))
+        torch._foreach_copy_(previous, step)
 
     def memory(self) -> dict[str, Tensors]:
         return {"previous": self._previous}

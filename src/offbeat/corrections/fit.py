@@ -20,7 +20,8 @@ class HorizonFit:
         self._parameters = parameters
         self._lag = lag
         self._sample = Sample(parameters)
-        self._weights = parameters[0].detach().new_zeros(lag, self._sample.size)
+        shape = (lag, self._sample.size)
+        self._weights = parameters[0].detach().new_zeros(shape, dtype=self._sample.dtype)
         self._moves = torch.zeros_like(self._weights)
         # Rows of zeros, before there is a history, add nothing to either product.
         self._products = self._weights.new_zeros(2)

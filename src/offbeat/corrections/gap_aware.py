@@ -7,7 +7,8 @@ import torch
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
 from offbeat.corrections.base import require_number as _require
 from offbeat.corrections.groups import Group, Tensors
-from offbeat.corrections.seen import refuse_recompute
+from offbeat.corrections.seen import refuse_maximizing, refuse_recompute
+from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Rule
 
 _EPS = 1e-12
@@ -36,12 +37,15 @@ class GapAware(Correction):
 
     def __post_init__(self) -> None:
         _require("GapAware", "decay", self.decay, above=0, most=1)
+        if self.decay == 1:
+            raise ConfigurationError("GapAware(decay=1): a mean that forgets nothing never begins.")
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
         del reads_old_versions
         refuse_recompute(self.name, rule)
 
     def hook(self, around: Surroundings) -> "Gap":
+        refuse_maximizing(self.name, around)
         return Gap(self, around)
 
 

@@ -67,11 +67,15 @@ class Group:
             return 0.0
         return float(settings.get("weight_decay", 0.0))
 
+    @property
+    def maximizes(self) -> bool:
+        return bool(self._settings.get("maximize"))
+
     def gradients(self) -> tuple[tuple[nn.Parameter, ...], Tensors]:
         """The parameters that have a gradient, and what the optimizer makes of it: with decay."""
         found = tuple(p for p in self.parameters if p.grad is not None)
         gradients = tuple(p.grad for p in found if p.grad is not None)
-        if found and self._settings.get("maximize"):
+        if found and self.maximizes:
             gradients = torch._foreach_neg(gradients)
         if found and self.coupled_decay:
             decay = torch._foreach_mul(found, self.coupled_decay)
@@ -103,7 +107,8 @@ class Group:
             state = self._optimizer.state[parameter]
             step = state["step"].double()
             root = state[second].sqrt() / (1 - beta2**step).sqrt()
-            made.append(moment / (1 - beta1**step) / (root + self._settings["eps"]))
+            own = moment / (1 - beta1**step) / (root + self._settings["eps"])
+            made.append(own.to(moment.dtype))  # a single number would take the step's type
         return tuple(made)
 
     @contextmanager

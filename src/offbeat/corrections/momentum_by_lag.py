@@ -10,6 +10,9 @@ from offbeat.errors import ConfigurationError
 class MomentumByLag(Correction):
     """``b <- b + D (towards - b) / K``: the momentum goes ``towards`` another value with the lag.
 
+    D is the stage's lag once the pipe is full, and b the same from the first update on: Adam's bias
+    correction holds for one that does not change.
+
     Up, as by default, where another correction keeps high momentum stable; down where there is
     none. SGD's and Muon's momentum, Adam's beta1. Where D is more than the number of stages K it is
     ``towards`` itself. Costs nothing. Reference: Ajanthan et al. 2025 (arXiv 2505.01099).
@@ -48,8 +51,8 @@ class _Momentum(Hook):
 
     def __init__(self, settings: MomentumByLag, around: Surroundings) -> None:
         self._towards = settings.towards
-        self._stages = around.stages
+        self._share = min(1.0, around.lag / around.stages)
 
     def momentum(self, moment: Moment, momentum: float) -> float:
-        share = min(1.0, moment.lag / self._stages)
-        return momentum + share * (self._towards - momentum)
+        del moment
+        return momentum + self._share * (self._towards - momentum)

@@ -51,7 +51,8 @@ class Watch(Hook):
         self._parameters = around.parameters
         self._groups = around.groups
         self._lag = around.lag
-        row = around.parameters[0].detach().new_zeros(self.sample.size)
+        first = around.parameters[0].detach()
+        row = first.new_zeros(self.sample.size, dtype=self.sample.dtype)
         self._gradient = row
         self._moved = row.new_zeros(())
         """The square of the last update's norm; 0 before there is one."""
@@ -84,7 +85,7 @@ class Watch(Hook):
     def readings(self) -> Iterator[tuple[What, float]]:
         """The values of now, read back from the device."""
         change, moved, predicted, unpredicted = self._squares.tolist()
-        rates = [_effective_rate(group) for group in self._groups]
+        rates = [_effective_rate(group) for group in self._groups if group.parameters]
         if moved > 0 and all(math.isfinite(rate) for rate in rates):
             yield "staleness", max(rates) * math.sqrt(change / moved) * self._lag
         if unpredicted > 0:

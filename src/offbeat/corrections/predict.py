@@ -10,6 +10,7 @@ from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surround
 from offbeat.corrections.base import require_number as _require
 from offbeat.corrections.fit import HorizonFit
 from offbeat.corrections.groups import Group, Tensors
+from offbeat.corrections.seen import refuse_holes
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.methods.base import Rule
 
@@ -67,6 +68,7 @@ class Predict(Correction):
             )
 
     def hook(self, around: Surroundings) -> "Prediction":
+        refuse_holes(self.name, around)
         if self.horizon == "geometric":
             for group in around.groups:
                 if group.momentum is None:
@@ -92,6 +94,8 @@ class Prediction(Hook):
         """The last update of every parameter, where any group goes by it."""
         if any(self._by_difference):
             self._last = tuple(torch.zeros_like(p) for p in around.parameters)
+        self._moved = torch.zeros(len(around.parameters), dtype=torch.bool)  # on the host
+        """Which parameters the last update had a gradient for: only they are on their way."""
         self.needs_before = any(self._by_difference)
         self._fit = None
         if settings.horizon == "fitted":
@@ -128,15 +132,20 @@ class Prediction(Hook):
             moves = torch._foreach_mul(moves, self._fit.horizon(float(numbers[-1])))
         return torch._foreach_add([p.detach() for p in self._parameters], moves)
 
+    def before_step(self, numbers: Numbers) -> None:
+        del numbers
+        self._moved.copy_(torch.tensor([p.grad is not None for p in self._parameters]))
+
     def _displacements(self, factors: Numbers) -> Tensors:
-        """Per parameter ``factor * direction``; zero where it has not been updated yet."""
+        """Per parameter ``factor * direction``; zero where the last update did not move it."""
+        moved = self._moved.tolist()
         moves: list[Tensor | None] = [None] * len(self._parameters)
         for place, group in enumerate(self._groups):
             if self._by_difference[place]:
                 found = group.parameters
                 directions = tuple(self._last[self._places[id(p)]] for p in found)
             else:
-                found = group.with_state()
+                found = tuple(p for p in group.with_state() if moved[self._places[id(p)]])
                 directions = group.directions(found)
             if found:
                 made = torch._foreach_mul(directions, factors[place])
@@ -160,4 +169,5 @@ class Prediction(Hook):
 
     def memory(self) -> dict[str, Tensors]:
         kept: dict[str, Tensors] = {"last": self._last} if self._last else {}
+        kept |= {"moved": (self._moved,)}
         return kept | ({} if self._fit is None else self._fit.memory())

@@ -7,6 +7,7 @@ import torch
 from offbeat.corrections.base import Correction, Hook, Surroundings
 from offbeat.corrections.base import require_number as _require
 from offbeat.corrections.groups import Tensors
+from offbeat.corrections.seen import refuse_holes
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Rule
 
@@ -44,6 +45,7 @@ class Rewind(Correction):
             )
 
     def hook(self, around: Surroundings) -> "Rewinding":
+        refuse_holes(self.name, around)
         return Rewinding(self, around)
 
 

@@ -1,5 +1,7 @@
 """A fixed sample of a stage's coordinates: enough for norms and products."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ class Sample:
             chosen = torch.randperm(p.numel(), generator=generator)[:count].sort().values
             self._places.append(chosen.to(p.device))
         self.size = sum(places.numel() for places in self._places)
+        self.dtype = reduce(torch.promote_types, (p.dtype for p in parameters))
 
     def of(self, tensors: Tensors) -> Tensor:
         """One row with the chosen coordinates of all tensors."""

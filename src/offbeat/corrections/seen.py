@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.corrections.base import Surroundings
 from offbeat.corrections.groups import Tensors
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Rule
+from offbeat.nest import is_dense
 
 
 class ReadWeights:
@@ -70,6 +72,25 @@ def with_gradients(
     places = [place for place, p in enumerate(parameters) if p.grad is not None]
     gradients = tuple(p.grad for p in parameters if p.grad is not None)
     return places, tuple(parameters[place].detach() for place in places), gradients
+
+
+def refuse_maximizing(name: str, around: Surroundings) -> None:
+    if any(group.maximizes for group in around.groups):
+        raise ConfigurationError(
+            f"{name} takes gradients of what is made small, and an optimizer of stage"
+            f" {around.stage} has maximize=True: negate the loss instead."
+        )
+
+
+def refuse_holes(name: str, around: Surroundings) -> None:
+    """Of parameters that are views: what is lent in their place is laid out without holes."""
+    for place, parameter in enumerate(around.parameters):
+        if not is_dense(parameter):
+            raise ConfigurationError(
+                f"{name} lends weights of the same layout, and weight {place} of stage"
+                f" {around.stage}, of shape {tuple(parameter.shape)}, is a view with holes in it."
+                " Make it nn.Parameter(view.clone())."
+            )
 
 
 def refuse_recompute(name: str, rule: Rule) -> None:
