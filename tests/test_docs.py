@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 import re
 import runpy
 import shlex
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import oracles
 import test_oracles
-from helpers import OPTIMIZERS
+from helpers import OPTIMIZERS, assert_same_bits
 from offbeat import cli, methods
 from offbeat.averaging import AVERAGINGS
 from offbeat.methods import METHODS, Method
@@ -370,3 +372,20 @@ def test_the_picture_is_drawn_by_its_script_and_stays_small(
         content = picture.read_bytes()
         assert content.startswith(b"\x89PNG")
         assert len(content) < 150_000
+
+
+def test_the_first_example_gives_the_same_bits_alone_and_in_four_processes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(blocks(README, "python")[0].text)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = {}
+    for name, launch in {
+        "alone": [],
+        "four": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
+    }.items():
+        (tmp_path / name).mkdir()
+        words = [sys.executable, *launch, str(script)]
+        subprocess.run(words, check=True, env=environment, cwd=tmp_path / name, timeout=240,
+                       capture_output=True)  # fmt: skip
+        found[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
+    assert_same_bits(found["alone"], found["four"])

@@ -374,6 +374,7 @@ def test_any_torch_optimizer(name: str) -> None:
         ({"clip": -1.0}, "clip=-1.0: give a positive norm"),
         ({"autocast": torch.float16}, "only torch.bfloat16"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer is a SGD: every stage makes"),
+        ({"scheduler": 3}, "scheduler is a int: every stage makes its own"),
         ({"loss": 3}, "loss=3: give a function"),
         ({"loss": nn.Linear(4, 1)}, "the loss has parameters of its own"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS evaluates the loss again"),

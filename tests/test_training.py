@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from offbeat.cli.live import Screen
 from offbeat.experiment import Choice, Experiment
 from offbeat.runs import Run
 from offbeat.study import cells_of
+from offbeat.trainer import Trainer
 from offbeat.training import Progress, build, run_experiment, scheduler_factory
 from offbeat.zoo import data_named
 
@@ -136,7 +138,7 @@ def test_tensorboard_is_asked_for_by_name(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert offbeat_says("train", *SHORT, "--tensorboard", "--out", str(tmp_path / "run")) == 2
-    assert 'pip install "offbeat[tensorboard]"' in capsys.readouterr().err
+    assert "pip install tensorboard" in capsys.readouterr().err
 
 
 def test_max_steps_ends_a_run_early(tmp_path: Path) -> None:
@@ -277,6 +279,81 @@ def test_a_study_reuses_what_is_finished(
     assert "was run with batch_size=64" in capsys.readouterr().err
     assert offbeat_says(*words, "--method", "adl") == 2
     assert "is what a study varies" in capsys.readouterr().err
+
+
+def test_a_study_that_was_interrupted_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["study", *SHORT, "--methods", "dsp", "--stage-counts", "2", "--seeds", "2"]
+    calls = iter([False] * 30 + [True])  # in the second of four runs
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "stop_together", lambda *_: next(calls, True))
+        assert offbeat_says(*words, "--out", str(tmp_path)) == 130
+    said = capsys.readouterr().out
+    assert "2/4 dsp-K2-seed0: interrupted. 1 of 4 runs are finished; the same command" in said
+    assert "dsp " not in said.partition("gap to BP")[2]  # no line for half a run
+    assert offbeat_says(*words, "--out", str(tmp_path)) == 0
+    assert capsys.readouterr().out.count(": found") == 1
+    whole = train(tmp_path / "whole", "--method", "dsp", "--stages", "2", "--seed", "0")
+    resumed = Run.load(tmp_path / "dsp-K2-seed0")
+    assert resumed.summary["loss"] == whole.summary["loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--methods", "dsp foo"], "unknown method 'foo'"),
+        (["--methods", "dsp", "--stage-counts", "2,40"], "give at most"),
+        (["--methods", " "], "--methods: give at least one"),
+    ],
+)
+def test_a_study_that_cannot_be_done_is_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert offbeat_says("study", *SHORT, *words, "--out", str(tmp_path / "study")) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--replicas", "4"], "divide among 4 replicas, .* --drop-last leaves it out"),
+        (["--method", "adl:accumulate=32", "--stages", "2"], "--drop-last leaves it out"),
+        (["--resume"], ""),
+    ],
+)
+def test_what_cannot_be_trained_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    settings = [] if words == ["--resume"] else SHORT
+    assert offbeat_says("train", *settings, *words, "--out", str(tmp_path / "run")) == 2
+    assert re.search(said or "holds no run to go on with", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.pt").write_text("mine")
+    assert offbeat_says("train", *SHORT, "--out", str(tmp_path)) == 2
+    assert "holds model.pt, which is of no run" in capsys.readouterr().err
+    assert (tmp_path / "model.pt").read_text() == "mine"
+
+
+def test_going_on_from_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path / "run", "--resume")
+    assert f"no run in {run.folder}: starting one" in capsys.readouterr().out
+    (run.folder / "summary.json").unlink()
+    assert offbeat_says("train", "--resume", "--out", str(run.folder)) == 0
+    assert f"no checkpoint in {run.folder}: starting from step 0" in capsys.readouterr().out
+    assert offbeat_says("timeline", "--measured", str(run.folder), "--width", "90") == 0
+    assert re.search(r"stage 0 .*F.*B", capsys.readouterr().out)
+
+
+def test_a_run_that_diverged_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run", "--stages", "4", "--method", "stale-weights", "--lr", "100")
+    assert "training has diverged" in capsys.readouterr().err
 
 
 def test_a_report_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

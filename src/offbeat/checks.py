@@ -16,7 +16,7 @@ from offbeat.guards import Guards
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
-from offbeat.optimizers import OptimizerFactory, kind_of
+from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
 from offbeat.planning import Auto, Plan, plan_for
 from offbeat.schedule import Schedule
 from offbeat.stage import Loss
@@ -141,6 +141,15 @@ def checked_optimizer(optimizer: OptimizerFactory) -> OptimizerFactory:
             " function, as in optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
         )
     return optimizer
+
+
+def checked_scheduler(scheduler: SchedulerFactory | None) -> SchedulerFactory | None:
+    if scheduler is not None and not callable(scheduler):
+        raise ConfigurationError(
+            f"scheduler is a {type(scheduler).__name__}: every stage makes its own, so give a"
+            " function, as in scheduler=lambda optimizer: StepLR(optimizer, step_size=30)."
+        )
+    return scheduler
 
 
 def warn_of_one_stage(method: Method, stages: int, asked: bool) -> None:

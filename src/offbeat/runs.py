@@ -85,6 +85,13 @@ class RunWriter:
                 f"{folder} already holds a run, and nothing is overwritten: give another folder"
                 " (--out), go on with this one (--resume), or move it away."
             )
+        if not (folder / CONFIG).exists():
+            for name in (METRICS, LEDGER, SUMMARY, MODEL, READINGS, CHECKPOINTS):
+                if (folder / name).exists():
+                    raise ConfigurationError(
+                        f"{folder} holds {name}, which is of no run and would be overwritten: give"
+                        " another folder (--out), or move it away."
+                    )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / CONFIG).exists():

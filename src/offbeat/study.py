@@ -60,31 +60,37 @@ def run_study(
     seeds: int,
     say: Callable[[str], None],
 ) -> list[Run]:
-    """Runs what is missing; finished runs of the same configuration are read instead."""
-    from offbeat.training import run_experiment
+    """Runs what is missing; finished runs of the same configuration are read instead.
+
+    One that did not finish is taken up again. Returns the finished ones: all, but for a Ctrl-C.
+    """
+    from offbeat.training import check_experiment, run_experiment
 
     runs = []
     planned = list(plan(base, methods, stages, seeds))
+    for experiment in {str(e.method) + str(e.stages): e for _, e in planned}.values():
+        check_experiment(experiment)  # before hours are spent on the others
     for number, (name, experiment) in enumerate(planned, 1):
         place = folder / name
-        if (place / CONFIG).exists():
+        begun = (place / CONFIG).exists()
+        if begun:
             found = Run.load(place)
             _check_same(found, experiment)
             if found.summary.get("status") == "finished":
                 say(f"{number}/{len(planned)} {name}: found")
                 runs.append(found)
                 continue
-            raise ConfigurationError(
-                f"{place} holds a run that did not finish: move it away or delete it, then start"
-                " the study again. Finished runs are kept."
+        summary = run_experiment(experiment, place, resume=begun)
+        if summary["status"] != "finished":
+            say(
+                f"{number}/{len(planned)} {name}: interrupted. {len(runs)} of {len(planned)} runs"
+                " are finished; the same command goes on."
             )
-        summary = run_experiment(experiment, place)
+            break
         score = summary["accuracy"]
         words = f"{score:.2%}" if score is not None else f"loss {summary['loss']:.4f}"
         say(f"{number}/{len(planned)} {name}: {words}")
         runs.append(Run.load(place))
-        if summary["status"] != "finished":
-            break
     return runs
 
 

@@ -65,23 +65,33 @@ class Timeline:
     def duration(self) -> float:
         return max((span.end for span in self.spans), default=0.0)
 
-    def picture(self, width: int = 100) -> str:
-        """One line per stage; each action starts with its name and lasts as many characters."""
-        shortest = min((s.end - s.start for s in self.spans if s.end > s.start), default=1.0)
-        longest_name = max(len(_label(span.action)) for span in self.spans)
-        scale = (longest_name + 1) / shortest
+    def picture(self, width: int = 100, *, start: float = 0.0, shown: float | None = None) -> str:
+        """One line per stage; each action starts with its name and lasts as many characters.
+
+        ``shown``: the time that fills the width, from ``start`` on; by default as much as lets the
+        shortest action have its name. Actions too short for their names have the first letter, or
+        are left out.
+        """
         margin = len(f"stage {self.stages - 1}") + 2
         columns = max(1, width - margin)
+        if shown is None:
+            shortest = min((s.end - s.start for s in self.spans if s.end > s.start), default=1.0)
+            scale = (1 + max(len(_label(span.action)) for span in self.spans)) / shortest
+        else:
+            scale = columns / shown
         lines = []
         for stage in range(self.stages):
             line = [" "] * columns
             for span in self.spans:
                 # Not round(): halves go to even, and two neighbours would touch.
-                first, last = int(span.start * scale + 0.5), int(span.end * scale + 0.5)
-                if span.action.stage == stage and span.end > span.start and first < columns:
+                first = int((span.start - start) * scale + 0.5)
+                last = int((span.end - start) * scale + 0.5)
+                if span.action.stage == stage and 0 <= first < min(last - 1, columns):
                     fill = "-" if span.action.kind == "F" else "="
-                    last = min(last, columns + 1)
-                    line[first : last - 1] = _label(span.action).ljust(last - first - 1, fill)
+                    size = min(last, columns + 1) - first - 1
+                    label = _label(span.action)
+                    label = label if len(label) <= size else label[0]
+                    line[first : first + size] = label.ljust(size, fill)
             text = "".join(line)[:columns].rstrip()
             lines.append(f"stage {stage}".ljust(margin) + text)
         return "\n".join(lines)

@@ -210,7 +210,7 @@ class Trainer:
         self._recipe = Recipe(
             loss=checks.checked_loss(loss),
             optimizer=checks.checked_optimizer(optimizer),
-            scheduler=scheduler,
+            scheduler=checks.checked_scheduler(scheduler),
             autocast=checks.checked_autocast(autocast),
             device=self._device,
             seed=torch.initial_seed() if seed is None else seed,

@@ -1,5 +1,6 @@
 """From an experiment to a stored run: what ``offbeat train`` and ``offbeat study`` do."""
 
+import io
 import math
 import platform
 import signal
@@ -7,7 +8,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
@@ -23,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from offbeat import __version__
 from offbeat.averaging import Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
-from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.errors import BatchError, CheckpointError, ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.guards import Guards, Update, Updates
@@ -82,6 +83,32 @@ class Watcher(Protocol):
     def end(self, status: str) -> None: ...
 
 
+def check_experiment(experiment: Experiment) -> None:
+    """Refuses what could not be trained, without training it."""
+    data = data_named(
+        experiment.data.name, folder=experiment.data_folder, **experiment.data.settings
+    )
+    with redirect_stdout(io.StringIO()):  # "auto" explains itself when it runs
+        trainer = build(experiment, data, 1)
+    _check_batches(experiment, data, trainer)
+
+
+def _check_batches(experiment: Experiment, data: Data, trainer: Trainer) -> None:
+    """Whether the first and the last batch of an epoch can be trained on, before either is."""
+    if trainer.mesh_size > 1:  # a process sees its own part alone
+        return
+    size, drop_last = experiment.batch_size, experiment.drop_last
+    count = data.train.count(size, train=True, drop_last=drop_last)
+    for number in {0, count - 1}:
+        x, _ = data.train.batch(size, number, train=True, augment=False, seed=0, epoch=0)
+        rows = torch.zeros(len(x), device=trainer._device)
+        try:
+            trainer._shards(rows, rows)
+        except BatchError as error:
+            last = " It is the last of an epoch: --drop-last leaves it out." if number else ""
+            raise ConfigurationError(f"{error}{last}") from None
+
+
 def run_experiment(
     experiment: Experiment,
     folder: Path,
@@ -105,6 +132,7 @@ def run_experiment(
         drop_last=experiment.drop_last,
     )
     trainer = build(experiment, data, len(loader))
+    _check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader))
     looking = watchers() if trainer.rank == 0 else []
     found = trainer.resume(folder / CHECKPOINTS).data if resume else None
@@ -273,6 +301,11 @@ def corrections_of(experiment: Experiment) -> list[Correction]:
 
 def averaging_of(experiment: Experiment) -> Averaging | None:
     choice = experiment.averaging
+    if choice is not None and experiment.replicas == 1:
+        raise ConfigurationError(
+            f"averaging={choice} with one replica has nobody to average with: give replicas=2 or"
+            " more (--replicas), or leave it out."
+        )
     return None if choice is None else averaging_named(choice.name, **choice.settings)
 
 
@@ -362,7 +395,11 @@ def _counting_interrupts() -> Iterator[Callable[[], bool]]:
         nonlocal count
         count += 1
         if count == 1:
-            print("stopping after this step; Ctrl-C twice more to stop at once", file=sys.stderr)
+            print(
+                "stopping after this step (in all processes the same, within seconds); Ctrl-C twice"
+                " more stops at once and keeps nothing that is not saved yet",
+                file=sys.stderr,
+            )
         if count == _PATIENCE:
             raise KeyboardInterrupt
 

@@ -5,12 +5,14 @@ every other answer, help included, is there at once.
 """
 
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,9 +56,12 @@ from offbeat.cli.train import (
 from offbeat.errors import ConfigurationError, MissingExtra, OffbeatError
 from offbeat.ledger import Ledger
 from offbeat.methods import METHODS, Method
-from offbeat.runs import CHECKPOINTS, CONFIG, Run
+from offbeat.runs import CHECKPOINTS, CONFIG, LEDGER, Run
 from offbeat.timeline import Timeline, measured_timeline
 from offbeat.timeline import timeline as timeline_of
+
+if TYPE_CHECKING:
+    from offbeat.study import Cell
 
 app = typer.Typer(
     add_completion=False,
@@ -212,8 +217,15 @@ def timeline(
     if (name is None) == (measured is None):
         raise ConfigurationError("give either a METHOD or --measured FILE, the ledger of a run.")
     if measured is not None:
-        found = measured_timeline(Ledger.load(measured))
-        typer.echo(json.dumps(_timed(found), indent=2) if as_json else _drawn(found, columns, " s"))
+        path = Path(measured)
+        found = measured_timeline(Ledger.load(path / LEDGER if path.is_dir() else path))
+        if as_json:
+            _print_json(_timed(found))
+        else:  # a few steps from the middle of the run, where the pipe is full
+            few, middle = 2 * found.step_time, found.duration / 2
+            typer.echo(found.picture(columns, start=middle, shown=few))
+            typer.echo(f"{few:.3g} s from {middle:.3g} s on, of {found.duration:.3g} s")
+            typer.echo(_measures(found, " s"))
         return
     assert name is not None
     method = read_method(name, accumulate, micro_batches, backward_rule, beta, lag, hops, cap)
@@ -241,11 +253,22 @@ def train(
     if resume and out is None:
         raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
     folder = folder_for(experiment, out)
+    first_process = os.environ.get("RANK", "0") == "0"
+    if resume and not (folder / CONFIG).exists():
+        if not given_settings(config, flags):
+            raise ConfigurationError(
+                f"{folder} holds no run to go on with: give the folder of one with --out, or the"
+                " settings of a new one."
+            )
+        if first_process:
+            typer.echo(f"no run in {folder}: starting one")
     if resume and (folder / CONFIG).exists():
         experiment = stored_experiment(folder, given_settings(config, flags))
         if Run.load(folder).summary.get("status") == "finished":
             typer.echo(f"{folder} is finished already")
             return
+        if first_process and not (folder / CHECKPOINTS).exists():
+            typer.echo(f"no checkpoint in {folder}: starting from step 0 (--save-every keeps some)")
     from rich.console import Console
 
     from offbeat.cli.board import Board
@@ -259,11 +282,19 @@ def train(
         return [shown, Board(folder)] if tensorboard else [shown]
 
     summary = run_experiment(experiment, folder, watchers, resume=resume)
-    if (folder / "summary.json").exists():  # in one process of several
+    if first_process:
         typer.echo(f"stored in {folder}")
+        if not math.isfinite(summary["loss"]):
+            typer.echo(
+                f"the test loss is {summary['loss']}: training has diverged. Try a smaller --lr;"
+                " --nonfinite stop ends such a run where it happens.",
+                err=True,
+            )
     if summary["status"] == "interrupted":
-        if (folder / CHECKPOINTS).exists():
-            typer.echo(f"to go on: offbeat train --resume --out {folder}")
+        if first_process and (folder / CHECKPOINTS).exists():
+            count = os.environ.get("WORLD_SIZE", "1")
+            launcher = f"torchrun --nproc-per-node {count} -m " if count != "1" else ""
+            typer.echo(f"to go on: {launcher}offbeat train --resume --out {folder}")
         sys.exit(130)
 
 
@@ -285,7 +316,7 @@ def study(
     **flags: Any,
 ) -> None:
     """How much staleness can this model take? Methods x stages x seeds, compared with BP."""
-    from offbeat.study import cells_of, run_study
+    from offbeat.study import cells_of, plan, run_study
 
     for flag in ("method", "seed", "stages", "cuts", "ppv"):
         if flags.get(flag) is not None:
@@ -297,9 +328,13 @@ def study(
     counts = [
         read_count("--stage-counts", text, most=MOST_STAGES) for text in stage_counts.split(",")
     ]
-    runs = run_study(
-        experiment, folder, methods.split(), counts, read_count("--seeds", seeds), typer.echo
-    )
+    if not methods.split():
+        raise ConfigurationError("--methods: give at least one, as in --methods 'dsp pipedream'.")
+    count = read_count("--seeds", seeds)
+    runs = run_study(experiment, folder, methods.split(), counts, count, typer.echo)
+    interrupted = len(runs) < len(list(plan(experiment, methods.split(), counts, count)))
+    if not runs:
+        sys.exit(130)
     cells = cells_of(runs)
     percent = runs[0].summary["accuracy"] is not None
     _print_columns(
@@ -308,8 +343,8 @@ def study(
                 "method",
                 "stages",
                 "lag",
-                "accuracy, %" if percent else "-loss",
-                "spread",
+                "accuracy, %" if percent else "loss",
+                "std of seeds",
                 "gap to BP",
             ],
             *(
@@ -317,9 +352,9 @@ def study(
                     cell.method,
                     str(cell.stages),
                     " ".join(map(str, cell.lags)),
-                    f"{cell.mean * 100:.2f}" if percent else f"{cell.mean:.4f}",
-                    f"{cell.spread * 100:.2f}" if percent else f"{cell.spread:.4f}",
-                    f"{cell.gap * 100:+.2f}" if percent else f"{cell.gap:+.4f}",
+                    f"{cell.mean * 100:.2f}" if percent else f"{-cell.mean:.4f}",
+                    _spread(cell, percent),
+                    f"{cell.gap * 100:+.2f}" if percent else f"{-cell.gap:+.4f}",
                 ]
                 for cell in cells
             ),
@@ -333,6 +368,14 @@ def study(
         typer.echo(f"\nsaved {path}")
     except MissingExtra as error:
         typer.echo(f"\nno picture: {error}", err=True)
+    if interrupted:
+        sys.exit(130)
+
+
+def _spread(cell: "Cell", percent: bool) -> str:
+    if len(cell.scores) == 1:
+        return "-"
+    return f"{cell.spread * 100:.2f}" if percent else f"{cell.spread:.4f}"
 
 
 @app.command()
@@ -395,12 +438,16 @@ def _timed(found: Timeline) -> dict[str, Any]:
     }
 
 
-def _drawn(found: Timeline, columns: int, unit: str = "") -> str:
+def _drawn(found: Timeline, columns: int) -> str:
     lines = [found.picture(columns)]
     # Drawn again wider, because a cut that falls on blanks leaves no trace.
     if lines[0] != found.picture(50 * columns):
         lines.append(f"... cut at {columns} columns; --width {2 * columns} shows more")
-    lines += [
+    return "\n".join([*lines, _measures(found)])
+
+
+def _measures(found: Timeline, unit: str = "") -> str:
+    lines = [
         "",
         f"time per batch  {found.step_time:.6g}{unit}",
         f"busy share      {found.busy_share:.1%}",

@@ -17,8 +17,7 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra(
-                "--tensorboard needs TensorBoard, which is missing:"
-                ' pip install "offbeat[tensorboard]"'
+                "--tensorboard needs TensorBoard, which is missing: pip install tensorboard"
             ) from error
         self._open: Callable[[], Any] = lambda: SummaryWriter(str(folder))
 

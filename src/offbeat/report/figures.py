@@ -145,7 +145,7 @@ def empty_figure(width_in: float, height_in: float) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra(
-            'drawing needs matplotlib, which is missing: pip install "offbeat[plots]"'
+            "drawing needs matplotlib, which is missing: pip install matplotlib"
         ) from error
     return Figure(figsize=(width_in, height_in), dpi=150)
 

@@ -58,7 +58,7 @@ def _load() -> tuple[Tensor, Tensor]:
     except ImportError as error:
         raise MissingExtra(
             "digits() reads its images from scikit-learn, which is missing:"
-            ' pip install "offbeat[data]"'
+            " pip install scikit-learn"
         ) from error
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)

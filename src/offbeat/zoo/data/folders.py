@@ -110,7 +110,7 @@ def _pixels(path: Path, side: int, channels: int) -> Tensor:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise MissingExtra(
-            "data 'images' reads PNG and JPEG with Pillow, which is missing: pip install \"pillow\""
+            "data 'images' reads PNG and JPEG with Pillow, which is missing: pip install pillow"
         ) from error
     try:
         with Image.open(path) as image:
