@@ -133,7 +133,7 @@ def test_missing_matplotlib_is_answered_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     given = {"BP": timeline(Synchronous(), 2)} if draw is draw_timelines else {"BP": [(1, 0.5)]}
-    with pytest.raises(OffbeatError, match=r'pip install "offbeat\[plots\]"'):
+    with pytest.raises(OffbeatError, match=r"pip install matplotlib"):
         draw(given)
 
 
@@ -636,7 +636,7 @@ def test_without_matplotlib_the_page_is_written_before_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtra, match=r'pip install "offbeat\[plots\]"'):
+    with pytest.raises(MissingExtra, match=r"pip install matplotlib"):
         write_report([made_run(tmp_path / "run")], tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "report.html", "trace.json"}
 

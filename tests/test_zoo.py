@@ -392,7 +392,7 @@ def test_missing_scikit_learn_is_answered_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(OffbeatError, match=r'pip install "offbeat\[data\]"'):
+    with pytest.raises(OffbeatError, match=r"pip install scikit-learn"):
         digits()
 
 

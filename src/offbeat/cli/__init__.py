@@ -222,7 +222,7 @@ def timeline(
         if as_json:
             _print_json(_timed(found))
         else:  # a few steps from the middle of the run, where the pipe is full
-            few, middle = 2 * found.step_time, found.duration / 2
+            few, middle = 3 * found.step_time, found.duration / 2
             typer.echo(found.picture(columns, start=middle, shown=few))
             typer.echo(f"{few:.3g} s from {middle:.3g} s on, of {found.duration:.3g} s")
             typer.echo(_measures(found, " s"))
