@@ -351,9 +351,17 @@ def test_going_on_from_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"stage 0 .*[FB]\d+[-=]", capsys.readouterr().out)
 
 
-def test_a_run_that_diverged_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path / "run", "--stages", "4", "--method", "stale-weights", "--lr", "100")
+def test_a_run_that_diverged_says_so_and_so_does_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path / "run", "--stages", "4", "--method", "stale-weights", "--lr", "100")
     assert "training has diverged" in capsys.readouterr().err
+    assert run.summary["memory"][0]["in_flight_bytes"] > 0  # as it was before the drain
+    train(tmp_path / "bp")
+    assert offbeat_says("report", str(tmp_path), "--out", str(tmp_path / "report")) == 0
+    page = (tmp_path / "report" / "report.html").read_text()  # of both: a folder of runs
+    assert "The test loss is not a finite number" in page
+    assert "run and bp differ in more than staleness: lr 100.0 (0.02)." in page
 
 
 def test_a_report_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ class Experiment:
     )  # fmt: skip
     data_folder: str | None = _help("Where the data lies, if not in the cache.", None)
     method: Choice = _help(
-        "A name from 'offbeat methods', as in adl:accumulate=4.", Choice("synchronous"),
+        "auto, or a name from 'offbeat methods', as in adl:accumulate=4.", Choice("synchronous"),
         metavar="NAME[:SETTINGS]",
     )  # fmt: skip
     correction: tuple[Choice, ...] = _help(

@@ -28,6 +28,7 @@ from offbeat.errors import BatchError, CheckpointError, ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.guards import Guards, Update, Updates
+from offbeat.memory import StageMemory
 from offbeat.methods import Method, Phases, Synchronous, method_named
 from offbeat.optimizers import Muon
 from offbeat.planning import Auto, settings_of
@@ -54,6 +55,8 @@ class Progress:
     """Of the steps since metrics were written last."""
     rows_per_s: float = 0.0
     evaluation: Evaluation | None = None
+    memory: tuple[StageMemory, ...] = ()
+    """Of every stage before the last drain, after which nothing is in flight."""
     _waiting: list[Tensor] = field(default_factory=list)
 
     @property
@@ -165,6 +168,11 @@ def run_experiment(
     return _finish(trainer, progress, recorder, writer, status, clip)
 
 
+def _drain(trainer: Trainer, progress: Progress) -> None:
+    progress.memory = trainer.memory()
+    trainer.flush()
+
+
 def _train(
     experiment: Experiment,
     data: Data,
@@ -176,7 +184,7 @@ def _train(
     interrupted: Callable[[], bool],
 ) -> str:
     if experiment.max_steps is not None and progress.step >= experiment.max_steps:
-        trainer.flush()  # a run taken up again after its last step
+        _drain(trainer, progress)  # a run taken up again after its last step
         _evaluate(experiment, data, trainer, progress, watchers)
         return "finished"
     while progress.epoch < experiment.epochs:
@@ -202,7 +210,7 @@ def _train(
             if stopped or saver.is_due:
                 saver.save(trainer)
             if done or stopped:
-                trainer.flush()
+                _drain(trainer, progress)
                 _evaluate(experiment, data, trainer, progress, watchers)
                 return "finished" if done else "interrupted"
         progress.epoch += 1
@@ -211,7 +219,7 @@ def _train(
         if due and experiment.monitor and any(trainer.lags):
             _probe(experiment, data, trainer)  # before a drain: after it nothing is stale
         if last:
-            trainer.flush()
+            _drain(trainer, progress)
         if due:
             _evaluate(experiment, data, trainer, progress, watchers)
     return "finished"
@@ -541,7 +549,7 @@ def _finish(
     clip: float | None,
 ) -> dict[str, Any]:
     """Everything that all processes must be asked for, then the files."""
-    ledger, memory, state = trainer.ledger, trainer.memory(), trainer.state_dict()
+    ledger, state = trainer.ledger, trainer.state_dict()
     readings = trainer.readings
     found = progress.evaluation
     stages, replicas = range(trainer.stages), range(trainer.replicas)
@@ -556,7 +564,7 @@ def _finish(
         "accuracy": None if found is None else found.accuracy,
         "rows_per_s": progress.rows_per_s,
         "lags": {str(k): {str(lag): of[lag] for lag in sorted(of)} for k, of in lags.items()},
-        "memory": [asdict(of_stage) for of_stage in memory],
+        "memory": [asdict(of_stage) for of_stage in progress.memory],
         "waits": {
             name: {"averages": len(s), "total_s": sum(s), "longest_s": max(s)}
             for name, s in waits.items()

@@ -284,9 +284,10 @@ def train(
     summary = run_experiment(experiment, folder, watchers, resume=resume)
     if first_process:
         typer.echo(f"stored in {folder}")
-        if not math.isfinite(summary["loss"]):
+        loss = summary["loss"]
+        if loss is not None and not math.isfinite(loss):
             typer.echo(
-                f"the test loss is {summary['loss']}: training has diverged. Try a smaller --lr;"
+                f"the test loss is {loss}: training has diverged. Try a smaller --lr;"
                 " --nonfinite stop ends such a run where it happens.",
                 err=True,
             )
@@ -380,7 +381,9 @@ def _spread(cell: "Cell", percent: bool) -> str:
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of stored runs.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Folders of stored runs, or of a study.")
+    ],
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Where to write; RUN/report by default.")
     ] = None,
@@ -388,14 +391,20 @@ def report(
     """Write one page that explains what staleness did, with every figure and a trace."""
     from offbeat.report import write_report
 
-    found = [Run.load(folder) for folder in runs]
-    folder = Path(out) if out is not None else found[0].folder / "report"
+    found = [Run.load(folder) for given in runs for folder in _runs_in(Path(given))]
+    folder = Path(out) if out is not None else Path(runs[0]) / "report"
     try:
         written = write_report(found, folder)
     except MissingExtra as error:
         typer.echo(f"page written, but no pictures: {error}", err=True)
         written = [folder / "report.html"]
     typer.echo(f"wrote {next(path for path in written if path.name == 'report.html')}")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The run itself, or those of a study."""
+    inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    return [folder] if (folder / CONFIG).exists() or not inside else inside
 
 
 # Printing

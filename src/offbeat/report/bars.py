@@ -93,7 +93,7 @@ def _memory_table(run: Facts, most: float) -> Markup:
         "weight copies (most)",
         "micro-batches (most)",
     )
-    return table("What each stage held at the end", head, rows, class_="bars")
+    return table("What each stage held before the last drain", head, rows, class_="bars")
 
 
 def _bytes(entry: Memory) -> float:

@@ -42,7 +42,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one stage of one replica held at the end."""
+    """What one stage of one replica held before the last drain."""
 
     replica: int
     stage: int
@@ -56,6 +56,16 @@ class Guarded:
     replica: int
     stage: int
     fields: Mapping[str, float]
+
+
+_RECIPE = (
+    "model", "data", "optimizer", "lr", "momentum", "weight_decay", "decay", "warmup", "milestones",
+    "clip", "epochs", "max_steps", "batch_size", "drop_last", "augment", "autocast",
+)  # fmt: skip
+
+
+def _worded(value: object) -> str:
+    return name_of(value) or str(value)
 
 
 class Facts:
@@ -283,6 +293,24 @@ class Facts:
     @cached_property
     def test_accuracy(self) -> list[Point]:
         return self._curve(self._evaluations, "accuracy")
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the test loss of the end is no finite number."""
+        loss = self.summary.get("loss")
+        return isinstance(loss, float) and not math.isfinite(loss)
+
+    def recipe_unlike(self, other: "Facts") -> list[str]:
+        """Settings that have nothing to do with staleness, and differ: this run's and the other's.
+
+        Only what both say; a run may be older than a setting.
+        """
+        both = [name for name in _RECIPE if name in self.config and name in other.config]
+        return [
+            f"{name} {_worded(self.config[name])} ({_worded(other.config[name])})"
+            for name in both
+            if self.config[name] != other.config[name]
+        ]
 
     @cached_property
     def diverged_at(self) -> int | None:

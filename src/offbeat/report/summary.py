@@ -51,6 +51,8 @@ def _trouble(run: Facts) -> Markup | None:
     parts = []
     if run.diverged_at is not None:
         parts.append(note(f"The training loss was not a finite number at step {run.diverged_at}."))
+    elif run.diverged:
+        parts.append(note("The test loss is not a finite number: training has diverged."))
     if run.error:
         parts.append(tag("pre", run.error))
     return join(parts) if parts else None
@@ -80,9 +82,14 @@ def comparison(facts: Sequence[Facts]) -> Markup:
         ]
         rows.append(row)
     missing = note("None of the runs is synchronous with an accuracy, so no gap is given.")
-    return join(
-        [table("The runs side by side", head, rows, class_="side"), None if base else missing]
-    )
+    others = {} if base is None else {run.label: run.recipe_unlike(base) for run in facts}
+    unlike = [
+        note(f"{label} and {base.label if base else ''} differ in more than staleness: {listed}.")
+        for label, names in others.items()
+        if (listed := ", ".join(names))
+    ]
+    side_by_side = table("The runs side by side", head, rows, class_="side")
+    return join([side_by_side, None if base else missing, *unlike])
 
 
 def _method_words(run: Facts) -> str:
