@@ -130,7 +130,7 @@ def _memory(facts: Sequence[Facts]) -> "Figure | None":
         }
         for run in facts
     }
-    return _bars(bars, [(word, colour) for _, word, colour in parts], "MB held at the end")
+    return _bars(bars, [(word, colour) for _, word, colour in parts], "MB held before the last drain")
 
 
 def _waits(facts: Sequence[Facts]) -> "Figure | None":
