@@ -70,7 +70,7 @@ def _draw_panel(axes: Any, line: Timeline, end: float, unit_pt: float) -> None:
                 boxes, (stage - 0.42, 0.84), facecolor=colour, edgecolor="white", linewidth=0.5
             )
     for span in line.spans:
-        if span.end <= end and _fits(span, unit_pt):
+        if span.action.kind != "U" and span.end <= end and _fits(span, unit_pt):
             axes.text(
                 (span.start + span.end) / 2,
                 span.action.stage + 0.03,

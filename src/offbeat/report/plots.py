@@ -1,6 +1,7 @@
 """The report's figures as matplotlib draws them: the same facts as the page, for papers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from offbeat.report.facts import Facts, Point, facts_of
 from offbeat.report.figures import draw_curves, draw_timelines, empty_figure
 from offbeat.report.parts import place
 from offbeat.runs import Run
+from offbeat.table import Span
 from offbeat.timeline import Timeline, measured_timeline
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def figures_of(runs: Sequence[Run]) -> dict[str, "Figure"]:
         "training-loss": _curves(facts, "training_loss", "training loss"),
         "test-loss": _curves(facts, "test_loss", "test loss"),
         "test-accuracy": _curves(facts, "test_accuracy", "test accuracy, %", 100.0),
-        "timeline-measured": _timelines(_measured(facts), "seconds"),
+        "timeline-measured": _timelines(_measured(facts), "seconds from the middle of the run on"),
         "timeline-planned": _timelines(_planned(facts), "modelled time, in forwards of a stage"),
         "lags": _lags({f.label: f.lag_counts for f in facts if f.lag_counts}),
         "memory": _memory([f for f in facts if f.memory]),
@@ -64,10 +66,18 @@ def _measured(facts: Sequence[Facts]) -> dict[str, Timeline]:
     for run in facts:
         if run.ledger is not None:
             try:
-                found[_plain(run.label)] = measured_timeline(run.ledger)
+                found[_plain(run.label)] = _from_middle(measured_timeline(run.ledger))
             except (ConfigurationError, ZeroDivisionError):  # averages only, or no time at all
                 continue
     return found
+
+
+def _from_middle(line: Timeline) -> Timeline:
+    """Without the first half, in which a pipe fills and everything is done for the first time."""
+    middle = line.duration / 2
+    later = [span for span in line.spans if span.start >= middle]
+    spans = tuple(Span(s.action, s.start - middle, s.end - middle) for s in later)
+    return replace(line, spans=spans) if spans else line
 
 
 def _planned(facts: Sequence[Facts]) -> dict[str, Timeline]:
@@ -106,6 +116,7 @@ def _lags(counts: Mapping[str, Mapping[int, Mapping[int, int]]]) -> "Figure | No
     for row, (label, of_run) in zip(panels, counts.items(), strict=True):
         for stage, axes in enumerate(row):
             of_stage = of_run.get(stage, {})
+            axes.set_visible(stage in of_run)
             axes.bar(list(of_stage), list(of_stage.values()), width=0.8, color=_WEIGHTS)
             axes.set_title(f"stage {stage}", fontsize=10)
             axes.set_xlim(-0.6, most + 0.6)
@@ -130,7 +141,9 @@ def _memory(facts: Sequence[Facts]) -> "Figure | None":
         }
         for run in facts
     }
-    return _bars(bars, [(word, colour) for _, word, colour in parts], "MB held before the last drain")
+    return _bars(
+        bars, [(word, colour) for _, word, colour in parts], "MB held before the last drain"
+    )
 
 
 def _waits(facts: Sequence[Facts]) -> "Figure | None":
