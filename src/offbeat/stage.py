@@ -91,7 +91,6 @@ class Stage:
         self.modules = [module] if head is None else [module, head]
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self._trainable = [p for p in self.parameters if p.requires_grad]
-        self._frozen = [p for p in self.parameters if not p.requires_grad]
         self._flights: dict[int, Flight] = {}
         self._peak = 0
         self._peak_versions = 1
@@ -121,10 +120,6 @@ class Stage:
         self._shrink = shrink
         self._local_loss = local_loss
         self._old.clear()
-
-    def thawed(self) -> list[Tensor]:
-        """Parameters that were frozen when the stage was made and are not now."""
-        return [p for p in self._frozen if p.requires_grad]
 
     def entered(self, kind: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """The context in which an action of this kind is to be launched."""

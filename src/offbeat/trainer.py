@@ -168,6 +168,8 @@ class Trainer:
         self._interleaving: Choose = updates_last
         self._workers: list[Worker] = []
         self._models = [self._cut.model]
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        """Parameters that were not trained when the stages were made."""
         self._copied_modes: list[tuple[nn.Module, nn.Module]] = []
         """Modules of the user's model and their copies, which train or evaluate as they do."""
         self._awaited: deque[range] = deque()
@@ -728,6 +730,7 @@ class Trainer:
         # Replica 0 is the user's own model; the others of this process are copies of it.
         cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
         self._models = [cut.model for cut in cuts]
+        self._frozen = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
         self._copied_modes = [
             pair
             for model in self._models[1:]
@@ -819,11 +822,11 @@ class Trainer:
         return shards
 
     def _refuse_thawed(self) -> None:
-        thawed = {id(p) for worker in self._workers for p in worker.stage.thawed()}
+        """Of the whole model, so that all processes refuse alike."""
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
-            name = next(n for n, p in self.model.named_parameters() if id(p) in thawed)
             raise ConfigurationError(
-                f"{name} was frozen when this trainer began and has requires_grad now: what is"
+                f"{thawed[0]} was frozen when this trainer began and has requires_grad now: what is"
                 " trained is settled then. Keep the weights with state_dict(), and build a new"
                 " Trainer with the model as it is to be trained. The batch was not started."
             )
