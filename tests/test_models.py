@@ -187,6 +187,31 @@ class Tower(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
+class Backwards(nn.Module):
+    """Registers its modules in another order than it runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.head = nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.inlet = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inlet(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def test_clipping_adds_up_norms_in_the_order_of_the_model() -> None:
+    model: Any = Backwards()
+    batches = vector_batches(20, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches, clip=0.01)
+    found = trained(model, batches, Synchronous(), stages=3, clip=0.01)
+    assert_same_bits(found.state_dict(), expected.state_dict())
+
+
 def test_a_buffer_that_a_forward_assigns_anew_is_the_model_s() -> None:
     model: Any = Tower()
     batches = vector_batches(4, dtype=torch.float32)

@@ -105,6 +105,18 @@ class Cut:
         return [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(ends)]
 
 
+def order_of_norms(model: nn.Module, stages: Sequence[nn.Module]) -> list[int] | None:
+    """Where each trained parameter of ``model``, in its order, comes among those of the stages.
+
+    None if the orders are the same, as they are unless a model registers its modules otherwise than
+    it runs them.
+    """
+    place = {id(p): number for number, p in enumerate(model.parameters())}
+    found = [place[id(p)] for stage in stages for p in stage.parameters() if p.requires_grad]
+    order = sorted(range(len(found)), key=found.__getitem__)
+    return None if order == list(range(len(found))) else order
+
+
 def plan_cut(
     model: Model,
     *,

@@ -91,6 +91,9 @@ class Stage:
         self.modules = [module] if head is None else [module, head]
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self._trainable = [p for p in self.parameters if p.requires_grad]
+        self.norm_order: list[int] | None = None
+        """Where the norms of all stages' gradients come in the order of the unsplit model's
+        parameters; None if that is theirs already. Sums of squares go by it."""
         self._flights: dict[int, Flight] = {}
         self._peak = 0
         self._peak_versions = 1
@@ -240,7 +243,10 @@ class Stage:
         found = [norm for norm in norms or [self.gradient_norms()] if norm.numel()]
         if not found:  # a stage without parameters
             return
-        total = torch.linalg.vector_norm(torch.cat(found))
+        together = torch.cat(found)
+        if self.norm_order is not None and len(together) == len(self.norm_order):
+            together = together[self.norm_order]
+        total = torch.linalg.vector_norm(together)
         torch.nn.utils.clip_grads_with_norm_(self._trainable, max_norm, total)
 
     # ---------------------------------------------------------------- in detail

@@ -20,7 +20,7 @@ from offbeat.averaging.engine import Averager
 from offbeat.checkpoints import Checkpoints, Resumed
 from offbeat.corrections import Correction, Monitor
 from offbeat.corrections.corrector import Corrector, Fill
-from offbeat.cut import Balancing, Cuts, Model, counted_cuts, plan_cut
+from offbeat.cut import Balancing, Cuts, Model, counted_cuts, order_of_norms, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
 from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
@@ -741,7 +741,9 @@ class Trainer:
             heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
             here = range(self.stages) if self._processes is None else [self._processes.stage]
             names = {id(p): name for name, p in cut.model.named_parameters()}
+            norm_order = order_of_norms(cut.model, modules)
             for stage in self._recipe.stages(modules, heads, here, replica):
+                stage.norm_order = norm_order
                 guard = Guard(self._guards, stage, names, self._updates)
                 self._workers.append(self._worker(stage, transport, guard))
                 # Now, not when a later phase begins, corrections say what they do not fit.
