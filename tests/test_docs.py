@@ -374,6 +374,7 @@ def test_the_picture_is_drawn_by_its_script_and_stays_small(
         assert len(content) < 150_000
 
 
+@pytest.mark.timeout(300)
 def test_the_first_example_gives_the_same_bits_alone_and_in_four_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(blocks(README, "python")[0].text)
@@ -385,7 +386,9 @@ def test_the_first_example_gives_the_same_bits_alone_and_in_four_processes(tmp_p
     }.items():
         (tmp_path / name).mkdir()
         words = [sys.executable, *launch, str(script)]
-        subprocess.run(words, check=True, env=environment, cwd=tmp_path / name, timeout=240,
-                       capture_output=True)  # fmt: skip
+        done = subprocess.run(words, env=environment, cwd=tmp_path / name, timeout=240, check=False,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "terminate called" not in done.stderr
         found[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
     assert_same_bits(found["alone"], found["four"])

@@ -287,19 +287,6 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.timeout(180)
-def test_the_same_script_under_torchrun_gives_the_same_bits(script: Path, tmp_path: Path) -> None:
-    alone, many = tmp_path / "alone.pt", tmp_path / "many.pt"
-    for command, out in (([sys.executable], alone), ([*TORCHRUN, "3"], many)):
-        done = subprocess.run(
-            [*command, str(script), str(out), "12", "0"],
-            env=environment(), capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "terminate called" not in done.stderr
-    assert_same_bits(torch.load(many, weights_only=True), torch.load(alone, weights_only=True))
-
-
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "ended_by", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
