@@ -183,6 +183,9 @@ def test_schedules_rise_and_fall() -> None:
     [
         (["--epochs", "x"], "epochs='x': give a whole number"),
         (["--epochs", "0"], "epochs=0: give at least 1"),
+        (["--momentum", "1.5"], "momentum=1.5: give a number from 0 to below 1"),
+        (["--milestones", "0.5,2"], "give shares of the run"),
+        (["--averaging", "local-sgd:every=4"], "with one replica has nobody to average with"),
         (["--lr", "-1"], "lr=-1.0: give a number above 0"),
         (["--model", "resnet21"], "resnet"),
         (["--model", "alexnt"], "Did you mean 'alexnet'"),

@@ -182,6 +182,14 @@ class Experiment:
                     f"{name}={getattr(self, name)}: give a number that float32 can hold, below"
                     f" {_LARGEST:g}."
                 )
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"momentum={self.momentum}: give a number from 0 to below 1.")
+        for share in self.milestones:
+            if not 0 < share < 1:
+                raise ConfigurationError(
+                    f"milestones={','.join(map(str, self.milestones))}: give shares of the run,"
+                    " above 0 and below 1."
+                )
         if self.optimizer not in get_args(Optimizer):
             raise unknown("optimizer", self.optimizer, get_args(Optimizer))
         if self.decay not in get_args(Decay):
