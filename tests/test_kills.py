@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,16 @@ def test_twenty_random_kills_end_every_process_with_words(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(240)
-def test_a_process_that_dies_before_all_have_joined_is_missed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        ((0, "joining"), (1, "groups"), (1, "agreeing")),
+        pytest.param(((2, "joining"), (2, "groups")), marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_dies_before_all_have_joined_is_missed(
+    tmp_path: Path, where: Sequence[tuple[int, str]]
+) -> None:
     """Who is not connected yet waits as long as init_process_group, or the trainer, was told to."""
     words = r"[Tt]imed out|wait timeout|WorkerLost: the connection to rank 1 broke"
     plans = [
@@ -106,13 +116,7 @@ def test_a_process_that_dies_before_all_have_joined_is_missed(tmp_path: Path) ->
             "join_s": 3.0,
             "limit_s": 60.0,
         }
-        for rank, phase in (
-            (0, "joining"),
-            (2, "joining"),
-            (1, "groups"),
-            (2, "groups"),
-            (1, "agreeing"),
-        )
+        for rank, phase in where
     ]
     for report in run_plans(plans, tmp_path, timeout_s=220):
         assert_all_ended(report, words + STORE_GONE)

@@ -20,6 +20,7 @@ from rich.console import Console
 from offbeat import cli
 from offbeat.cli.live import Screen
 from offbeat.experiment import Choice, Experiment
+from offbeat.report.page import page
 from offbeat.runs import Run
 from offbeat.study import cells_of
 from offbeat.trainer import Trainer
@@ -361,10 +362,10 @@ def test_a_run_that_diverged_says_so_and_so_does_its_report(
     assert "training has diverged" in capsys.readouterr().err
     assert run.summary["memory"][0]["in_flight_bytes"] > 0  # as it was before the drain
     train(tmp_path / "bp")
-    assert offbeat_says("report", str(tmp_path), "--out", str(tmp_path / "report")) == 0
-    page = (tmp_path / "report" / "report.html").read_text()  # of both: a folder of runs
-    assert "The test loss is not a finite number" in page
-    assert "run and bp differ in more than staleness: lr 100.0 (0.02)." in page
+    runs = cli._runs_in(tmp_path)  # those of a folder, as of a study's
+    text = page([Run.load(folder) for folder in runs])
+    assert "The test loss is not a finite number" in text
+    assert "run and bp differ in more than staleness: lr 100.0 (0.02)." in text
 
 
 def test_a_report_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
