@@ -821,14 +821,20 @@ def test_a_stage_below_a_head_of_zeros_is_not_clipped_to_nothing() -> None:
     assert not torch.equal(found.state_dict()["0.weight"], model.state_dict()["0.weight"])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda kind: kind.name)
+NEEDS_MOMENTUM = {SpikeCompensation, LookAhead, MomentumByLag, Predict}
+
+
+@pytest.mark.parametrize(
+    ("correction", "name"),
+    [
+        *((kind, "momentum") for kind in CORRECTIONS),
+        *((kind, "adamw") for kind in CORRECTIONS),
+        *((kind, "sgd") for kind in CORRECTIONS if kind not in NEEDS_MOMENTUM),
+    ],
+)
 def test_an_update_that_is_skipped_moves_nothing(name: str, correction: type[Correction]) -> None:
     made = ClipPerStage(times=3) if correction is ClipPerStage else correction()
     method = StaleWeights() if correction is Rewind else PipeDream()
-    fits = name == "momentum" or correction not in (SpikeCompensation, LookAhead, MomentumByLag)
-    if not fits or (name == "sgd" and correction is Predict):
-        pytest.skip("needs a momentum")
     trainer = trainer_for(
         mlp(), method, OPTIMIZERS[name], cuts=[2, 4], corrections=[made],
         guards=offbeat.Guards(nonfinite="skip"),

@@ -271,7 +271,7 @@ def test_a_traced_model_trains_and_loads_back(method: Method) -> None:
     assert trainer.evaluate(parts).loss == pytest.approx(sum(losses) / len(losses), abs=1e-6)
     with pytest.raises(BatchError, match=r"traced for inputs of .* and was given \(1, 1, 8, 8\)"):
         trainer.evaluate([(x[:1], y[:1]) for x, y in batches])
-    with pytest.raises(BatchError, match="takes one shape.* The batch was not started"):
+    with pytest.raises(BatchError, match="takes one shape"):
         trainer.step(batches[0][0][:4], batches[0][1][:4])
     trainer.step(*batches[0])
 

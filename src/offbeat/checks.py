@@ -11,7 +11,7 @@ from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, EagerDiLoCo, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cut import Cut, Model
-from offbeat.errors import BatchError, ConfigurationError, unknown
+from offbeat.errors import BatchError, ConfigurationError, other_shape, unknown
 from offbeat.guards import Guards
 from offbeat.methods import Asynchronous, Method, method_named
 from offbeat.methods.base import require_count
@@ -270,11 +270,7 @@ def check_traced_shapes(pieces: Sequence[Nest], traced: Nest) -> None:
     for piece in pieces:
         for was, now in zip(wanted, _shapes_of(piece), strict=True):
             if was != now:
-                raise BatchError(
-                    f"this model was traced for inputs of {was} and was given {now}: a traced model"
-                    " takes one shape. Use DataLoader(..., drop_last=True). The batch was not"
-                    " started."
-                )
+                raise other_shape(was, now)
 
 
 def _shapes_of(batch: Nest) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Scoring: loss and accuracy over a loader, added up batch by batch."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,9 +25,7 @@ class Evaluation:
 class Score:
     """Adds up batches; losses are computed in ``context``, as those of training are."""
 
-    def __init__(
-        self, loss: Loss, context: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
+    def __init__(self, loss: Loss, context: Callable[[], AbstractContextManager[object]]) -> None:
         self._loss = loss
         self._context = context
         self._total = 0.0

@@ -1,6 +1,6 @@
 """How much staleness a model takes: methods x stages x accumulation x seeds, and what they cost."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -39,26 +39,20 @@ class Cell:
 
 def plan(
     base: Experiment, methods: Sequence[str], stages: Sequence[int], seeds: int
-) -> Iterator[tuple[str, Experiment]]:
-    """Every run of a study with the name of its folder; synchronous training first."""
-    seen = set()
+) -> dict[str, Experiment]:
+    """Every run of a study by the name of its folder; synchronous training first."""
+    found = {}
     for seed, count, text in product(range(seeds), stages, ["synchronous", *methods]):
         choice = Choice.read(text, "--methods")
         # Without lag the number of stages changes nothing, not even a bit.
         of = 1 if choice.name == "synchronous" else count
         name = f"{str(choice).replace(':', '-').replace('=', '')}-K{of}-seed{seed}"
-        if name not in seen:
-            seen.add(name)
-            yield name, replace(base, method=choice, stages=of, cuts=(), ppv=(), seed=seed)
+        found[name] = replace(base, method=choice, stages=of, cuts=(), ppv=(), seed=seed)
+    return found
 
 
 def run_study(
-    base: Experiment,
-    folder: Path,
-    methods: Sequence[str],
-    stages: Sequence[int],
-    seeds: int,
-    say: Callable[[str], None],
+    planned: Mapping[str, Experiment], folder: Path, say: Callable[[str], None]
 ) -> list[Run]:
     """Runs what is missing; finished runs of the same configuration are read instead.
 
@@ -67,10 +61,9 @@ def run_study(
     from offbeat.training import check_experiment, run_experiment
 
     runs = []
-    planned = list(plan(base, methods, stages, seeds))
-    for experiment in {str(e.method) + str(e.stages): e for _, e in planned}.values():
+    for experiment in {(str(e.method), e.stages): e for e in planned.values()}.values():
         check_experiment(experiment)  # before hours are spent on the others
-    for number, (name, experiment) in enumerate(planned, 1):
+    for number, (name, experiment) in enumerate(planned.items(), 1):
         place = folder / name
         begun = (place / CONFIG).exists()
         if begun:

@@ -1,7 +1,7 @@
 """How long a schedule takes when every action has a cost: busy share and speed-up, no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import fmean
 from typing import cast
@@ -65,12 +65,18 @@ class Timeline:
     def duration(self) -> float:
         return max((span.end for span in self.spans), default=0.0)
 
-    def picture(self, width: int = 100, *, start: float = 0.0, shown: float | None = None) -> str:
+    def from_middle(self) -> "Timeline":
+        """Without the first half, in which a pipe fills and all is done for the first time."""
+        middle = self.duration / 2
+        later = [span for span in self.spans if span.start >= middle]
+        spans = tuple(Span(s.action, s.start - middle, s.end - middle) for s in later)
+        return replace(self, spans=spans) if spans else self
+
+    def picture(self, width: int = 100, *, shown: float | None = None) -> str:
         """One line per stage; each action starts with its name and lasts as many characters.
 
-        ``shown``: the time that fills the width, from ``start`` on; by default as much as lets the
-        shortest action have its name. Actions too short for their names have the first letter, or
-        are left out.
+        ``shown``: the time that fills the width; by default as much as lets the shortest action
+        have its name. Actions too short for their names have the first letter, or are left out.
         """
         margin = len(f"stage {self.stages - 1}") + 2
         columns = max(1, width - margin)
@@ -84,9 +90,8 @@ class Timeline:
             line = [" "] * columns
             for span in self.spans:
                 # Not round(): halves go to even, and two neighbours would touch.
-                first = int((span.start - start) * scale + 0.5)
-                last = int((span.end - start) * scale + 0.5)
-                if span.action.stage == stage and 0 <= first < min(last - 1, columns):
+                first, last = int(span.start * scale + 0.5), int(span.end * scale + 0.5)
+                if span.action.stage == stage and first < min(last - 1, columns):
                     fill = "-" if span.action.kind == "F" else "="
                     size = min(last, columns + 1) - first - 1
                     label = _label(span.action)

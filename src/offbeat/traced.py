@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from offbeat import nest
-from offbeat.errors import BatchError, ConfigurationError
+from offbeat.errors import ConfigurationError, other_shape
 from offbeat.nest import Nest
 from offbeat.trunk import modes_kept
 
@@ -162,10 +162,7 @@ class _Traced(nn.Module):
         if shapes != self._shapes:
             pairs = zip(self._shapes, shapes, strict=True)
             was, now = next((was, now) for was, now in pairs if was != now)
-            raise BatchError(
-                f"this model was traced for inputs of {tuple(was)} and was given {tuple(now)}: a"
-                " traced model takes one shape. Use DataLoader(..., drop_last=True)."
-            )
+            raise other_shape(was, now)
 
 
 def _named(name: str, value: Any) -> dict[str, Any]:

@@ -222,9 +222,9 @@ def timeline(
         if as_json:
             _print_json(_timed(found))
         else:  # a few steps from the middle of the run, where the pipe is full
-            few, middle = 3 * found.step_time, found.duration / 2
-            typer.echo(found.picture(columns, start=middle, shown=few))
-            typer.echo(f"{few:.3g} s from {middle:.3g} s on, of {found.duration:.3g} s")
+            few, whole = 3 * found.step_time, found.duration
+            typer.echo(found.from_middle().picture(columns, shown=few))
+            typer.echo(f"{few:.3g} s from {whole / 2:.3g} s on, of {whole:.3g} s")
             typer.echo(_measures(found, " s"))
         return
     assert name is not None
@@ -331,9 +331,8 @@ def study(
     ]
     if not methods.split():
         raise ConfigurationError("--methods: give at least one, as in --methods 'dsp pipedream'.")
-    count = read_count("--seeds", seeds)
-    runs = run_study(experiment, folder, methods.split(), counts, count, typer.echo)
-    interrupted = len(runs) < len(list(plan(experiment, methods.split(), counts, count)))
+    planned = plan(experiment, methods.split(), counts, read_count("--seeds", seeds))
+    runs = run_study(planned, folder, typer.echo)
     if not runs:
         sys.exit(130)
     cells = cells_of(runs)
@@ -369,7 +368,7 @@ def study(
         typer.echo(f"\nsaved {path}")
     except MissingExtra as error:
         typer.echo(f"\nno picture: {error}", err=True)
-    if interrupted:
+    if len(runs) < len(planned):  # interrupted
         sys.exit(130)
 
 

@@ -1,7 +1,6 @@
 """The report's figures as matplotlib draws them: the same facts as the page, for papers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from offbeat.report.facts import Facts, Point, facts_of
 from offbeat.report.figures import draw_curves, draw_timelines, empty_figure
 from offbeat.report.parts import place
 from offbeat.runs import Run
-from offbeat.table import Span
 from offbeat.timeline import Timeline, measured_timeline
 
 if TYPE_CHECKING:
@@ -66,18 +64,10 @@ def _measured(facts: Sequence[Facts]) -> dict[str, Timeline]:
     for run in facts:
         if run.ledger is not None:
             try:
-                found[_plain(run.label)] = _from_middle(measured_timeline(run.ledger))
+                found[_plain(run.label)] = measured_timeline(run.ledger).from_middle()
             except (ConfigurationError, ZeroDivisionError):  # averages only, or no time at all
                 continue
     return found
-
-
-def _from_middle(line: Timeline) -> Timeline:
-    """Without the first half, in which a pipe fills and everything is done for the first time."""
-    middle = line.duration / 2
-    later = [span for span in line.spans if span.start >= middle]
-    spans = tuple(Span(s.action, s.start - middle, s.end - middle) for s in later)
-    return replace(line, spans=spans) if spans else line
 
 
 def _planned(facts: Sequence[Facts]) -> dict[str, Timeline]:
