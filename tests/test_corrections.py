@@ -619,12 +619,29 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
     assert {name.split(".")[1] for name in memory[0]} >= {"predict", "extrapolate", "gap-aware"}
 
 
-def test_a_state_of_other_corrections_is_refused() -> None:
-    trainer = trained(mlp(), vector_batches(5), PipeDream(), cuts=[2], corrections=[Extrapolate()])
-    state = trainer._workers[0].stage.corrector.state_dict()
-    other = trained(mlp(), vector_batches(5), PipeDream(), cuts=[2], corrections=[GapAware()])
-    with pytest.raises(ConfigurationError, match="belongs to others than gap-aware"):
-        other._workers[0].stage.corrector.load_state_dict(state)
+@pytest.mark.parametrize("correction", [*CORRECTIONS, Predict(horizon="fitted")], ids=str)
+def test_a_drained_checkpoint_holds_what_corrections_remember(
+    correction: Any, tmp_path: Path
+) -> None:
+    made = correction
+    if isinstance(correction, type):
+        made = ClipPerStage(times=1.05) if correction is ClipPerStage else correction()
+    batches = vector_batches(16)
+    method = StaleWeights() if isinstance(made, Rewind) else PipeDream()
+    first, again = (trainer_for(mlp(), method, stages=3, corrections=[made]) for _ in range(2))
+    for x, y in batches[:8]:
+        first.step(x, y)
+    first.save(tmp_path, drain=True, wait=True)
+    again.resume(tmp_path)
+    for trainer in (first, again):
+        for x, y in batches[8:]:
+            trainer.step(x, y)
+        trainer.flush()
+    assert_same_bits(again.state_dict(), first.state_dict())
+    # Where others correct, they begin anew.
+    other = trainer_for(mlp(), method, stages=3, corrections=[RateByLag(power=0.5)])
+    other.resume(tmp_path)
+    other.step(*batches[8])
 
 
 # ------------------------------------------------------------------ what a GPU engine relies on

@@ -367,22 +367,29 @@ class Checkpoints:
 
     def _resume_drained(self, found: Found) -> None:
         trainer = self._trainer
-        assert found.manifest is not None
-        stages = range(found.manifest["stages"])
+        manifest = found.manifest
+        assert manifest is not None
+        stages = range(manifest["stages"])
         states = [tensorfile.read(found.path / _name(0, stage)) for stage in stages]
         weights = torch.load(found.path / MODEL, weights_only=True, map_location="cpu")
         trainer._discard()
         for model in trainer._models:
             model.load_state_dict(weights)
         place = dict(states[0]["place"])
-        if found.manifest["method"] != self._method:
+        if manifest["method"] != self._method:
             place |= {"phase": 0, "steps_in_phase": 0}
         trainer._go_to(on_device(place, trainer._device))
 
         def take_over() -> None:
+            facts = self._facts()
+            same = all(manifest[name] == facts[name] for name in _OF_CORRECTIONS)
             for worker in trainer._workers:
                 model = trainer._models[worker.stage.replica - trainer._here[0]]
                 drained.take_over(worker.stage, model, states)
+                if same:
+                    worker.stage.corrector.load_state_dict(
+                        on_device(states[worker.stage.index]["corrections"], trainer._device)
+                    )
                 if worker.averager is not None:
                     worker.averager.forget()
 
@@ -390,6 +397,10 @@ class Checkpoints:
             take_over()
         else:
             trainer._when_built = take_over
+
+
+_OF_CORRECTIONS = ("method", "stages", "cuts", "corrections")
+"""What must be the same for corrections to go on with what they remember."""
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -50,7 +50,12 @@ def stage_state(stage: Stage, model: nn.Module) -> State:
         for head in stage.modules[1:]
         for name, value in head.state_dict().items()
     }
-    return {"version": stage.version, "optimizers": optimizers, "head": heads}
+    return {
+        "version": stage.version,
+        "optimizers": optimizers,
+        "head": heads,
+        "corrections": stage.corrector.state_dict(),
+    }
 
 
 def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:

@@ -13,7 +13,6 @@ from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
 from offbeat.corrections.groups import Group, Tensors, groups_of
 from offbeat.corrections.monitor import Monitor, Watch
 from offbeat.corrections.seen import ReadWeights
-from offbeat.errors import ConfigurationError
 from offbeat.readings import What
 
 
@@ -369,18 +368,12 @@ class Corrector:
             self._take_loaded()
 
     def _take_loaded(self) -> None:
-        known = dict(self._named_memory())
-        if set(known) != set(self._loaded):
-            odd = sorted(set(known) ^ set(self._loaded))
-            raise ConfigurationError(
-                f"stage {self._stage}: the saved state of corrections belongs to others than"
-                f" {', '.join(c.name for c in self._corrections)} (differing: {odd[0]}). Give the"
-                " trainer the corrections of the run that was saved."
-            )
-        with torch.no_grad():
-            for name, tensor in known.items():
-                tensor.copy_(self._loaded[name])
-        self._loaded = {}
+        known, loaded, self._loaded = dict(self._named_memory()), self._loaded, {}
+        # A phase with another lag begins anew, as it would have without a checkpoint.
+        if _shapes(known) == _shapes(loaded):
+            with torch.no_grad():
+                for name, tensor in known.items():
+                    tensor.copy_(loaded[name])
 
     def _named_memory(self) -> Iterator[tuple[str, Tensor]]:
         acting = [hook for hook in self._hooks if hook is not self._watch]
@@ -388,3 +381,7 @@ class Corrector:
             for key, tensors in hook.memory().items():
                 for number, tensor in enumerate(tensors):
                     yield f"{place}.{self._corrections[place].name}.{key}.{number}", tensor
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
