@@ -4,7 +4,7 @@ Nothing is tuned for any way: all share the recipe of their network, that of pla
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offbeat.corrections import (
@@ -45,6 +45,8 @@ class Way:
 
     method: Callable[[int], Method]
     corrections: Sequence[Correction] = ()
+    slow_statistics: bool = False
+    """BatchNorm's running statistics move as far per batch, not per micro-batch, as in BP."""
 
 
 def _always(method: Method, *corrections: Correction) -> Way:
@@ -102,6 +104,11 @@ SYNCHRONOUS_END = {
 }
 # What micro-batches do by themselves: BatchNorm sees fewer rows at a time.
 MICRO_BATCHES = {f"BP, M={m}": _always(ADL(accumulate=m, cap=0)) for m in (4, 8)}
+SLOW_STATISTICS = {
+    f"{name}, slow statistics": replace(way, slow_statistics=True)
+    for name, way in (MICRO_BATCHES | COMBINED).items()
+    if name.startswith("BP") or name.endswith(("M=4 + spike", "M=8 + spike"))
+}
 OF_THE_TABLE = {
     "DDG": _always(DDG()),
     "Features Replay": _always(FeaturesReplay()),
@@ -120,6 +127,7 @@ WAYS: dict[str, Way] = {
     **COMBINED,
     **SYNCHRONOUS_END,
     **MICRO_BATCHES,
+    **SLOW_STATISTICS,
     **OF_THE_TABLE,
 }
 ALONE = {"DGL"}
@@ -248,6 +256,13 @@ SETS = {
         seeds=_FIVE,
         rates=(0.5, 2.0),
         epochs=5,
+    ),
+    "statistics": Set(
+        question="BatchNorm's running statistics at the pace of whole batches",
+        network="resnet-20",
+        cuts=[Cut(stages=8)],
+        ways=list(SLOW_STATISTICS),
+        seeds=[tuple(range(5)), tuple(range(8, 16))],
     ),
     "registers": Set(
         question="Accuracy against the share of weights that are stale",

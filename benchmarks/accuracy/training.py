@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from benchmarks.accuracy.configurations import BASELINE, WAYS
-from benchmarks.accuracy.ensemble import ensemble, side_by_side, summed_loss
+from benchmarks.accuracy.ensemble import GroupedNorm, ensemble, side_by_side, summed_loss
 from benchmarks.pool import cleared_up, memory_gib
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -135,6 +135,9 @@ def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
         if job.bf16:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
+    if way.slow_statistics:
+        slow_down_statistics(model, way.method(updates).schedule(job.stages or 1).micro_batches)
+
     def optimizer(params: Any) -> SGD:
         settings: dict[str, Any] = {"momentum": job.momentum, "weight_decay": job.weight_decay}
         if streams:  # so that updates can be recorded
@@ -154,6 +157,14 @@ def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
         engine="streams" if streams else "serial",
         compile=job.compiled,
     )
+
+
+def slow_down_statistics(model: nn.Module, parts: int) -> None:
+    """Running statistics then move as far in ``parts`` micro-batches as in a batch before."""
+    for module in model.modules():
+        if isinstance(module, GroupedNorm | nn.BatchNorm2d):
+            assert module.momentum is not None
+            module.momentum = 1 - (1 - module.momentum) ** (1 / parts)
 
 
 def _cut_of(job: Job) -> dict[str, Any]:
