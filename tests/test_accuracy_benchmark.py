@@ -66,6 +66,18 @@ def test_runs_are_compared_with_bp_of_their_seed_and_length() -> None:
     assert f"{len(other)} runs of other lengths" in text_of(rows + other)
 
 
+def test_seeds_that_guess_are_counted_and_left_out() -> None:
+    bp, stale = jobs("twenty", ways="1F1B, stash")
+    rows = [row(bp, [0.9] * 5), row(stale, [0.88, 0.1, 0.88, 0.88, 0.1])]
+    _, found = of_set(rows, "twenty")[0]
+    assert found.gap == pytest.approx(2)
+    assert found.counted == "3 of 5"
+    rows = [row(bp, [0.9] * 5), row(stale, [0.1] * 5)]
+    _, found = of_set(rows, "twenty")[0]
+    assert found.gap == pytest.approx(80)
+    assert found.counted == "5"
+
+
 @pytest.mark.parametrize("name", ["eight", "four", "twenty", "twenty-briefly"])
 def test_the_readme_has_the_tables_of_the_stored_results(name: str) -> None:
     found, *_ = of_set(rows_in(sorted(FOLDER.glob("*.jsonl"))), name)

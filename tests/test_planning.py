@@ -124,7 +124,7 @@ def test_auto_keeps_lag_small_and_stages_busy(
     plan = plan_for(stages, optimizer, Auto(hop=hop))
     assert isinstance(plan.method, Asynchronous)
     parts = plan.method.micro_batches(stages)
-    assert parts >= min(stages, 4)
+    assert parts >= min(stages, 8)
     assert plan.method.depths(stages)[0] / parts <= most  # updates late, on average
     assert max(plan.method.lags(stages)) <= max(1, most)
     speed = timeline(plan.method, stages, costs=Costs(hop=3 * hop / parts)).speed_up
@@ -139,7 +139,8 @@ def test_auto_does_not_split_small_batches_to_nothing() -> None:
     assert plan.method == PipeDream(accumulate=2)
     assert plan.corrections == ("spike-compensation",)
     assert "more parts of 16 rows would have fewer than 8" in str(plan)
-    assert plan_for(8, "momentum", Auto(batch=16)).method == PipeDream(accumulate=4)
+    assert plan_for(8, "momentum", Auto(batch=16)).method == PipeDream(accumulate=8)
+    assert plan_for(8, "momentum", Auto(batch=8)).method == PipeDream(accumulate=4)
     assert plan_for(8, "adam", Auto(batch=32)).method == PipeDream(accumulate=14)
     assert plan_for(24, "momentum", Auto(batch=2)).corrections == ()  # a lag of 23
     late = plan_for(8, "adam", Auto(batch=8))
@@ -168,6 +169,10 @@ def test_auto_sees_batch_norm_wherever_it_is() -> None:
         trainer = trainer_for(model, Auto(batch=8), cuts=cuts)
         assert trainer.plan is not None
         assert trainer.plan.method == PipeDream(accumulate=parts)
+    said = str(plan_for(8, "momentum", Auto(batch=128), batch_norm=True))
+    assert "a momentum of 0.013 for PyTorch's 0.1" in said
+    assert "0.1 keeps" not in str(plan_for(8, "momentum", Auto(batch=128)))
+    assert "0.1 keeps" not in str(plan_for(2, "momentum", Auto(batch=8), batch_norm=True))
 
 
 def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:
@@ -177,7 +182,7 @@ def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:
     assert said.startswith("auto: pipedream:accumulate=3 + spike-compensation\n")
     assert "in flight per stage 2 1 0" in said
     assert "in 3 parts: fewer can cost accuracy" in said
-    assert "in 4 parts, the fewest that are at most 2 updates late" in str(plan_for(8))
+    assert "in 12 parts, the fewest that are at most 2 updates late" in str(plan_for(24))
     assert trainer.corrections == (SpikeCompensation(),)
     assert trainer.lags == (1, 1, 0)
 

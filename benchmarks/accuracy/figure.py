@@ -76,6 +76,10 @@ def draw_set(axes: Axes, found: Sequence[Found], title: str) -> None:
             elinewidth=1.2,
         )
     names = [f"{s.way}, {s.cut}" if several else s.way for s in found]
+    names = [
+        name if len(s.accuracies) == s.seeds else f"{name} ({s.counted} seeds, else guesses)"
+        for name, s in zip(names, found, strict=True)
+    ]
     axes.set_yticks([-line for line in range(len(found))], names, fontsize=8)
     axes.set_xscale("symlog", linthresh=LINEAR)
     axes.xaxis.set_major_locator(FixedLocator(TICKS))

@@ -15,11 +15,16 @@ from benchmarks.accuracy.training import Job, job_of
 from benchmarks.averaging.summary import half_width, read
 
 Row = dict[str, Any]
+GUESSING = 11.0
+"""Percent: of ten classes, what no network that learns anything stays below."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One way at one cut, over seeds; accuracies in percent, gaps in points below BP."""
+    """One way at one cut, over seeds; accuracies in percent, gaps in points below BP.
+
+    Seeds that end by guessing are counted and left out, unless all do.
+    """
 
     way: str
     cut: Cut
@@ -30,6 +35,13 @@ class Found:
     gaps: Sequence[float]
     """What BP of the same seed has more; one per seed that both have."""
     epochs: int
+    seeds: int
+
+    @property
+    def counted(self) -> str:
+        """The seeds in the means, and out of how many where some guess."""
+        learned = len(self.accuracies)
+        return f"{learned}" if learned == self.seeds else f"{learned} of {self.seeds}"
 
     @property
     def gap(self) -> float:
@@ -64,8 +76,9 @@ def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
             mine = dict(_by_seed(rows, jobs, way, cut))
             if not mine:
                 continue
+            learned = {seed: mine[seed] for seed in mine if mine[seed] > GUESSING} or mine
             row = next(r for r, j in zip(rows, jobs, strict=True) if _is(j, way, cut))
-            shared = [seed for seed in sorted(mine) if seed in base]
+            shared = [seed for seed in sorted(learned) if seed in base]
             made.append(
                 Found(
                     way=way,
@@ -73,9 +86,10 @@ def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
                     lags=tuple(row["lags"]),
                     stale_share=row["stale_share"],
                     lr=row["lr"],
-                    accuracies=[mine[seed] for seed in sorted(mine)],
-                    gaps=[base[seed] - mine[seed] for seed in shared],
+                    accuracies=[learned[seed] for seed in sorted(learned)],
+                    gaps=[base[seed] - learned[seed] for seed in shared],
                     epochs=row["epochs"],
+                    seeds=len(mine),
                 )
             )
     return made
@@ -143,7 +157,7 @@ def table(found: Sequence[Found]) -> str:
             ""
             if base or half is None
             else f"{summary.gap - half:+.2f} to {summary.gap + half:+.2f}",
-            str(len(summary.accuracies)),
+            summary.counted,
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

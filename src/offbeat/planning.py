@@ -14,17 +14,17 @@ OptimizerKind = Literal["momentum", "adam", "muon", "other"]
 
 _LEAST_ROWS, _LEAST_ROWS_OF_STATISTICS = 2, 8
 """Of a part; the latter where BatchNorm reads its statistics off a part. Measured were a GPT down
-to one row and BatchNorm down to 16."""
+to one row and BatchNorm down to 16, which cost a ResNet-20 0.4 points, less than lag does."""
 _MOST_LATE: dict[OptimizerKind, float] = {"momentum": 2.0, "adam": 0.5, "muon": 0.5, "other": 0.5}
 """Updates by which the parts of a batch may be late at the first stage, on average."""
-_LEAST_PARTS = 4
+_LEAST_PARTS = 8
 """As far as there are so many stages. With spike compensation an AlexNet in two stages lost 2.2
 points with whole batches and none with two parts, a ResNet-20 in four 0.35 with two and 0.04 with
-four (by the means of five seeds)."""
+four (by the means of five seeds), in eight 0.11 with four and 0.02 with eight (of 37)."""
 _SPIKE = (
-    "spike compensation: a ResNet-20 in 4 parts (lag 2) and a ResNet-56 in 8 (lag 3) ended level"
-    " with plain training; with whole batches half came back at 7, an eighth to a quarter at 19; it"
-    " keeps no copies of weights"
+    "spike compensation: a ResNet-20 in 8 parts (lag 1) and a ResNet-56 in 8 (lag 3) ended level"
+    " with plain training; with whole batches a third to a half came back at 7, an eighth to a"
+    " quarter at 19; it keeps no copies of weights"
 )
 _SPIKE_MEASURED = 19
 """The largest lag at which that has been measured."""
@@ -139,6 +139,8 @@ def plan_for(
         _why_parts(method, stages, least, _MOST_LATE[optimizer], auto.batch, least_rows),
         "stash: gradients are exact, at weights that are lag updates old",
     ]
+    if batch_norm and (parts := method.micro_batches(stages)) > 1:
+        reasons.append(_slow_statistics(parts))
     late = method.depths(stages)[0] / method.micro_batches(stages)
     corrections, why = _corrections_for(optimizer, lags[0], late)
     return Plan(method, corrections, (*reasons, why))
@@ -175,6 +177,14 @@ def _why_parts(
     return (
         f"{text}, the fewest that are at most {most:g} updates late on average: in updates the lag"
         " falls with the parts, and the batch per update stays the same"
+    )
+
+
+def _slow_statistics(parts: int) -> str:
+    return (
+        f"BatchNorm's running statistics move with every part: a momentum of"
+        f" {1 - 0.9 ** (1 / parts):.3f} for PyTorch's 0.1 keeps the pace they have with whole"
+        " batches, which gave a ResNet-20 up to 0.2 points (docs/which-correction.md)"
     )
 
 
