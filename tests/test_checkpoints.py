@@ -531,6 +531,37 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"]
 
 
+def test_a_crash_while_one_of_the_same_step_is_replaced_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = saved(tmp_path)
+    before = {name: w.clone() for name, w in trainer.state_dict().items()}
+    rename = Path.rename
+
+    def crash(self: Path, target: Path) -> Path:
+        if self.name.endswith("4.partial"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "rename", crash)
+        trainer.flush()
+        trainer.save(tmp_path, keep=1)
+        words = "step 4 could not be written.*newest complete one is .*step-000004.replaced.partial"
+        with pytest.raises(CheckpointError, match=words):
+            trainer.finish_saving()
+    assert not (tmp_path / "step-000004").exists()
+    again = fresh("cnn", StaleWeights(), stages=3)
+    assert again.resume(tmp_path).step == 4
+    assert_same_bits(again.state_dict(), before)
+    again.step(*job_of("cnn")[1][4])
+    again.save(tmp_path, keep=2, wait=True)
+    assert sorted(os.listdir(tmp_path)) == [".step-000004.replaced.partial", "step-000005"]
+    again.step(*job_of("cnn")[1][5])
+    again.save(tmp_path, keep=2, wait=True)
+    assert sorted(os.listdir(tmp_path)) == ["step-000005", "step-000006"]
+
+
 def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@
             replica-0-stage-0.safetensors       one file per stage
             replica-0-stage-1.safetensors
         .step-000100.partial/                   being written, or left by a crash
+        .step-000050.replaced.partial/          until a second one of step 50 is in its place
 
 A checkpoint is written aside and renamed when its manifest, the last file, is on disk. What has no
 manifest is no checkpoint.
@@ -26,6 +27,7 @@ from offbeat.tensorfile import Written
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
+_REPLACED = re.compile(r"\.step-(\d{6,})\.replaced\.partial")
 
 
 def place_of(folder: Path, step: int) -> Path:
@@ -34,6 +36,10 @@ def place_of(folder: Path, step: int) -> Path:
 
 def partial_of(folder: Path, step: int) -> Path:
     return folder / f".step-{step:06}.partial"
+
+
+def replaced_of(folder: Path, step: int) -> Path:
+    return folder / f".step-{step:06}.replaced.partial"
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ def candidates(folder: Path) -> list[Found]:
     found = []
     for path in folder.iterdir():
         name = _NAME.fullmatch(path.name)
+        if replaced := _REPLACED.fullmatch(path.name):  # by nothing, if a crash came in between
+            name = None if place_of(folder, int(replaced[1])).exists() else replaced
         if name and (path / MANIFEST).exists():
             found.append(Found.at(path, int(name[1])))
     return sorted(found, key=lambda each: -each.step)
@@ -101,12 +109,11 @@ def publish(folder: Path, step: int, manifest: dict[str, Any], keep: int) -> Non
         os.fsync(file.fileno())
     _settle(aside)
     # One of the same step is replaced: it is damaged, or the run has changed since without a step.
-    replaced = partial_of(folder, step).with_suffix(".replaced.partial")
     if place.exists():
-        place.rename(replaced)
+        _delete(replaced_of(folder, step))  # or nothing could take its name
+        place.rename(replaced_of(folder, step))
     aside.rename(place)
     _settle(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
     _tidy(folder, step, keep)
 
 
@@ -119,7 +126,7 @@ def _tidy(folder: Path, newest: int, keep: int) -> None:
     for each in found:
         if each in superseded or each not in kept:
             _delete(each.path)
-    for path in folder.iterdir():
+    for path in set(folder.iterdir()) - {each.path for each in kept}:
         left = path.name.startswith(".step-") and path.name.endswith(".partial")
         if left or (_NAME.fullmatch(path.name) and not (path / MANIFEST).exists()):
             shutil.rmtree(path, ignore_errors=True)

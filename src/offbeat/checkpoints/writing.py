@@ -186,11 +186,11 @@ def _first_problem(ranks: Sequence[int], notes: list[Any]) -> str | None:
 
 
 def _failed(order: Order, problem: str) -> CheckpointError:
-    left = [found for found in candidates(order.folder) if found.step != order.step]
+    left = candidates(order.folder)
     newest = (
         f"The newest complete one is {left[0].path}."
         if left
-        else "There is no older one in this folder."
+        else "There is no complete one in this folder."
     )
     return CheckpointError(
         f"the checkpoint of step {order.step} could not be written to {order.folder}: {problem}."
