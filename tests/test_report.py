@@ -26,6 +26,7 @@ from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, Synchrono
 from offbeat.report import draw_curves, draw_timelines, in_turn, page, write_report
 from offbeat.report.actions import lags_of, measured, planned, planned_entries
 from offbeat.report.facts import MOST_POINTS, facts_of
+from offbeat.report.plots import figures_of
 from offbeat.runs import CONFIG, LEDGER, SUMMARY, Run, RunWriter
 from offbeat.timeline import Timeline, timeline
 
@@ -605,6 +606,13 @@ def test_waits_are_read_off_the_ledger_where_the_summary_has_none(tmp_path: Path
     assert ledger is not None
     assert [wait.stage for wait in facts.waits] == list(range(STAGES))
     assert facts.waits[0].total_s == sum(ledger.waits(0).values()) > 0
+
+
+def test_where_nobody_waited_no_axis_goes_below_zero(tmp_path: Path) -> None:
+    none = {"0/0": {"averages": 7, "total_s": 0.0, "longest_s": 0.0}}
+    run = changed(made_run(tmp_path / "run", replicas=2), SUMMARY, waits=none)
+    (panel,) = figures_of([run])["waits"].axes
+    assert panel.get_xlim()[0] == 0
 
 
 # ---------------------------------------------------------------------------- files

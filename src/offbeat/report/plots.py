@@ -163,6 +163,7 @@ def _bars(
             axes.barh(list(of_run), widths, left=left, color=colour, label=word)
             left = [low + width for low, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
+        axes.set_xlim(left=0)  # where all bars are empty the axis would go below it
         axes.set_title(_plain(label), loc="left", fontsize=11)
         _tidy(axes)
     panels[-1, 0].set_xlabel(xlabel, fontsize=11)
