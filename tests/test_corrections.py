@@ -44,6 +44,7 @@ from offbeat.corrections import (
     LookAhead,
     Moment,
     MomentumByLag,
+    Monitor,
     Predict,
     RateByLag,
     Rewind,
@@ -1004,3 +1005,39 @@ def test_the_page_names_every_correction() -> None:
     text = (Path(__file__).parent.parent / "docs" / "corrections.md").read_text()
     for correction in CORRECTIONS:
         assert f"| `{correction.__name__}(" in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"corrections": [DelayCompensation()]},
+        {"corrections": [GapAware()]},
+        {"corrections": [ClipPerStage(norm=0.5)]},
+        {"monitor": Monitor(every=2, probe=True)},
+        {"replicas": 2},
+    ],
+    ids=lambda settings: str(*settings.values()),
+)
+def test_sparse_gradients_are_corrected_watched_and_averaged_like_others(
+    settings: dict[str, Any],
+) -> None:
+    batches = [(torch.randint(9, (8, 2)), torch.randint(4, (8,))) for _ in range(6)]
+
+    def run(sparse: bool) -> offbeat.Trainer:
+        torch.manual_seed(0)
+        layers = nn.Embedding(9, 6, sparse=sparse), nn.Flatten(), nn.Linear(12, 4)
+        trainer = trainer_for(
+            nn.Sequential(*layers), StaleWeights(backward="stash"),
+            lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9), cuts=[2], **settings,
+        )  # fmt: skip
+        for x, y in batches:
+            trainer.step(x, y)
+        if "monitor" in settings:
+            trainer.probe(*batches[0])
+        trainer.flush()
+        return trainer
+
+    ours, theirs = run(sparse=True), run(sparse=False)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    for one, other in zip(ours.readings, theirs.readings, strict=True):
+        assert one.value == pytest.approx(other.value, nan_ok=True)

@@ -105,4 +105,4 @@ def _backward(
     ]
     left = iter(found[len(one.weights) :])
     below = [next(left) if t.requires_grad else None for t in one.inputs]
-    return torch.cat([g.reshape(-1) for g in own]) if own else torch.zeros(0), below
+    return torch.cat([g.to_dense().reshape(-1) for g in own]) if own else torch.zeros(0), below

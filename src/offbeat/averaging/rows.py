@@ -7,12 +7,14 @@ from torch import Tensor
 
 
 def flatten(tensors: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """A row with all numbers, in float32 or, if any tensor has it, float64.
+    """A row with all numbers, in float32 or, if any tensor has it, float64; sparse ones filled.
 
     ``into`` is an older row that nobody needs any more: fresh memory costs more than the copying.
     """
     dtype = dtype_of(tensors)
-    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=into)
+    return torch.cat(
+        [tensor.detach().to_dense().reshape(-1).to(dtype) for tensor in tensors], out=into
+    )
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:

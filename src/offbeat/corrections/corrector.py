@@ -224,6 +224,8 @@ class Corrector:
             with torch.no_grad():
                 self._judge_predictions()
                 read = self._weights_read()
+                if any(type(hook).gradients is not Hook.gradients for hook in self._hooks):
+                    self._fill_sparse_gradients()
                 for hook, of_hook in zip(self._hooks, numbers, strict=True):
                     hook.gradients(of_hook, read)
                 for hook, of_hook in zip(self._hooks, numbers, strict=True):
@@ -234,6 +236,12 @@ class Corrector:
             with torch.no_grad():
                 for hook, of_hook in zip(self._hooks, numbers, strict=True):
                     hook.after_step(of_hook, self._before)
+
+    def _fill_sparse_gradients(self) -> None:
+        """Corrections go element by element."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
     def observe(self) -> None:
         """After an update and the learning rate's own step."""
