@@ -10,11 +10,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.accuracy.configurations import BASELINE, SETS
+from benchmarks.accuracy.configurations import BASELINE, SETS, WAYS
+from benchmarks.accuracy.ensemble import GroupedNorm
 from benchmarks.accuracy.figure import BY_SHARE, draw, draw_shares
 from benchmarks.accuracy.run import jobs_of
 from benchmarks.accuracy.summary import of_set, rows_in, table, text_of
-from benchmarks.accuracy.training import Job
+from benchmarks.accuracy.training import Job, slow_down_statistics
+from torch import nn
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "accuracy"
 
@@ -83,6 +85,17 @@ def test_the_readme_has_the_tables_of_the_stored_results(name: str) -> None:
     found, *_ = of_set(rows_in(sorted(FOLDER.glob("*.jsonl"))), name)
     assert table(found) in (FOLDER / "README.md").read_text()
     assert all(panel.has_data() for panel in draw({name: found}).axes)
+
+
+def test_slow_statistics_move_as_far_per_batch_as_they_did() -> None:
+    alone, grouped = nn.BatchNorm2d(2), GroupedNorm([nn.BatchNorm2d(2)])
+    slow_down_statistics(nn.Sequential(alone, grouped), 8)
+    for norm in (alone, grouped):
+        assert norm.momentum is not None
+        assert (1 - norm.momentum) ** 8 == pytest.approx(0.9)
+    ways = [WAYS[name] for name in SETS["statistics"].ways]
+    assert all(way.slow_statistics for way in ways)
+    assert {way.method(10).schedule(8).micro_batches for way in ways} == {4, 8}
 
 
 def test_gaps_are_drawn_against_the_share_of_stale_weights() -> None:
