@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import offbeat
 from helpers import Batch, cnn, image_batches, trainer_for, vector_batches
 from jobs import dropout_net
+from offbeat import tensorfile
 from offbeat.averaging import (
     CO2,
     AllReduce,
@@ -196,3 +198,32 @@ def assert_same_end(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         copies = [[(m.weight_copies, m.peak_weight_copies, m.graphs, m.inputs, m.peak_in_flight,
                     m.weight_bytes) for m in end[key]] for end in (ours, theirs)]  # fmt: skip
         assert copies[0] == copies[1], key
+
+
+def unpunctual(folder: str) -> list[float]:
+    """Loads weights, and resumes, with rank 1 late each time."""
+    _, batches = job_of("dropout")
+    trainer = fresh("dropout", StaleWeights(), stages=2, timeout=20)
+    read = tensorfile.read
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.5 * trainer.rank)
+        return read(*given)
+
+    for x, y in batches[:3]:
+        trainer.step(x, y)
+    trainer.flush()
+    state = trainer.state_dict()
+    time.sleep(0.5 * trainer.rank)
+    trainer.load_state_dict(state)
+    for x, y in batches[3:6]:
+        trainer.step(x, y)
+    trainer.save(folder, wait=True)
+    tensorfile.read = late
+    try:
+        trainer.resume(folder)
+    finally:
+        tensorfile.read = read
+    for x, y in batches[6:]:
+        trainer.step(x, y)
+    return [float(loss) for loss in trainer.flush()]

@@ -31,16 +31,25 @@ from checkpoint_jobs import (
     interrupted,
     interrupted_all,
     job_of,
+    unpunctual,
 )
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
 from offbeat import tensorfile
 from offbeat.averaging import Averaging, DaSGD
 from offbeat.checkpoints import Resumed
 from offbeat.checkpoints.folder import MANIFEST
-from offbeat.corrections import CORRECTIONS, Monitor, Predict, RateByLag, SpikeCompensation
+from offbeat.corrections import (
+    CORRECTIONS,
+    GapAware,
+    Monitor,
+    Predict,
+    RateByLag,
+    SpikeCompensation,
+)
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.methods import (
     ADL,
+    DGL,
     DSP,
     RULES,
     GPipe,
@@ -150,6 +159,171 @@ def test_replicas_in_processes_resume_with_the_same_bits(tmp_path: Path) -> None
     for of_rank in launch(interrupted_all, 4, str(tmp_path), jobs, timeout_s=100):
         for ours, theirs in of_rank:
             assert_same_end(ours, theirs)
+
+
+def test_whoever_is_early_waits_until_all_have_cleared_up(tmp_path: Path) -> None:
+    ours, theirs = launch(unpunctual, 2, str(tmp_path), timeout_s=60)
+    assert ours == theirs and ours
+
+
+@pytest.mark.parametrize("settings", [{"corrections": [GapAware()]}, {"monitor": Monitor()}])
+@pytest.mark.parametrize("before", ["first step", "step after loading", "step after resuming"])
+def test_a_checkpoint_from_before_a_fill_can_be_resumed(
+    tmp_path: Path, before: str, settings: dict[str, Any]
+) -> None:
+    batches = vector_batches(12)
+
+    def made() -> offbeat.Trainer:
+        return trainer_for(mlp(), PipeDream(), adamw, cuts=[2, 4], **settings)
+
+    trainer = made()
+    if before != "first step":
+        for x, y in batches[:5]:
+            trainer.step(x, y)
+        trainer.flush()
+    if before == "step after loading":
+        trainer.load_state_dict(trainer.state_dict())
+    elif before == "step after resuming":
+        trainer.save(tmp_path / "drained", drain=True, wait=True)
+        trainer = made()
+        trainer.resume(tmp_path / "drained")
+    trainer.save(tmp_path / "exact", wait=True)
+    again = made()
+    again.resume(tmp_path / "exact")
+    for x, y in batches[5:]:
+        trainer.step(x, y)
+        again.step(x, y)
+    trainer.flush()
+    again.flush()
+    assert_same_bits(again.state_dict(), trainer.state_dict())
+
+
+@pytest.mark.parametrize("phases", [
+    [(PipeDream(), 5), (StaleWeights(), None)],
+    [(PipeDream(), 5), (Synchronous(), 3), (PipeDream(), None)],
+    [(PipeDream(), None)],
+])  # fmt: skip
+def test_what_corrections_remember_goes_no_further_than_their_phase(
+    tmp_path: Path, phases: Any
+) -> None:
+    """Drained twice: what was taken back and not yet used is not lost either."""
+    batches = vector_batches(14)
+    trainers = [
+        trainer_for(mlp(), Phases(*phases), adamw, cuts=[2, 4], corrections=[GapAware()])
+        for _ in range(3)
+    ]
+    for x, y in batches[:5]:
+        trainers[0].step(x, y)
+    trainers[0].save(tmp_path / "once", drain=True, wait=True)
+    trainers[1].resume(tmp_path / "once")
+    trainers[1].save(tmp_path / "twice", drain=True, wait=True)
+    trainers[2].resume(tmp_path / "twice")
+    for trainer in trainers:
+        for x, y in batches[5:]:
+            trainer.step(x, y)
+        trainer.flush()
+    assert_same_bits(trainers[1].state_dict(), trainers[0].state_dict())
+    assert_same_bits(trainers[2].state_dict(), trainers[0].state_dict())
+
+
+def test_a_drained_checkpoint_of_fresh_optimizers_makes_them_fresh(tmp_path: Path) -> None:
+    batches = vector_batches(10)
+    trainer = trainer_for(mlp(), cuts=[2, 4])
+    trainer.save(tmp_path, drain=True, wait=True)
+    for x, y in batches[:5]:
+        trainer.step(x, y)
+    trainer.resume(tmp_path)
+    for x, y in batches:
+        trainer.step(x, y)
+    assert_same_bits(trainer.state_dict(), trained(mlp(), batches, cuts=[2, 4]).state_dict())
+
+
+def in_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Matrices and vectors, each if there are any, at rates of their own."""
+    wanted = [
+        {"params": [p for p in params if p.dim() > 1], "lr": 0.1},
+        {"params": [p for p in params if p.dim() == 1], "lr": 0.01},
+    ]
+    return torch.optim.SGD([group for group in wanted if group["params"]], momentum=0.9)
+
+
+@pytest.mark.parametrize("then", [[3], [1, 3], [1, 2, 3]])
+def test_schedulers_pass_to_a_cut_with_other_groups(tmp_path: Path, then: list[int]) -> None:
+    def made(cuts: list[int]) -> offbeat.Trainer:
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+        return trainer_for(
+            nn.Sequential(*layers), Synchronous(), in_groups, cuts=cuts,
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
+        )  # fmt: skip
+
+    batches = vector_batches(9, dtype=torch.float32)
+    trainer = made([3])
+    for x, y in batches[:4]:
+        trainer.step(x, y)
+    trainer.save(tmp_path, drain=True, wait=True)
+    again = made(then)
+    again.resume(tmp_path)
+    for x, y in batches[4:]:
+        trainer.step(x, y)
+        again.step(x, y)
+    assert_same_bits(again.state_dict(), trainer.state_dict())
+
+
+def test_a_head_s_own_group_is_taken_over_with_it(tmp_path: Path) -> None:
+    def made() -> offbeat.Trainer:
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4)
+        return trainer_for(nn.Sequential(*layers).double(), DGL(), in_groups, cuts=[1, 3])
+
+    batches = vector_batches(9)
+    trainer = made()
+    for x, y in batches[:4]:
+        trainer.step(x, y)
+    trainer.save(tmp_path, drain=True, wait=True)
+    again = made()
+    again.resume(tmp_path)
+    for x, y in batches[4:]:
+        trainer.step(x, y)
+        again.step(x, y)
+    assert_same_bits(again.state_dict(), trainer.state_dict())
+
+
+class Unpicklable(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"of this process": threading.Lock()}
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
+def test_what_cannot_be_written_is_said_whatever_it_is(tmp_path: Path) -> None:
+    trainer = trainer_for(nn.Sequential(Unpicklable(6, 8), nn.Linear(8, 4)).double(), cuts=[1])
+    trainer.step(*vector_batches(1)[0])
+    with pytest.raises(CheckpointError, match="could not be written.*cannot pickle"):
+        trainer.save(tmp_path, drain=True, wait=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written.*Not a directory"):
+        trainer_of_a_step().save(tmp_path / "file", wait=True)
+
+
+def trainer_of_a_step() -> offbeat.Trainer:
+    trainer = trainer_for(mlp(), cuts=[4])
+    trainer.step(*vector_batches(1)[0])
+    return trainer
+
+
+def test_a_place_that_is_no_place_of_checkpoints_is_refused(tmp_path: Path) -> None:
+    place = trainer_of_a_step().save(tmp_path / "run" / "checkpoints", wait=True)
+    (tmp_path / "file").write_text("")
+    for wrong, words in (
+        (place, "is a checkpoint itself: give the folder around it, .*checkpoints"),
+        (tmp_path / "run", "has its checkpoints in .*run/checkpoints: give that folder"),
+        (tmp_path / "file", "is a file: give the folder"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            trainer_for(mlp(), cuts=[4]).resume(wrong)
+    assert trainer_for(mlp(), cuts=[4]).resume(tmp_path / "none yet").step == 0
 
 
 def test_a_trunk_is_cut_as_before(tmp_path: Path) -> None:

@@ -301,6 +301,18 @@ def test_a_bad_batch_leaves_no_trace_in_running_statistics(
     assert math.isfinite(trainer.evaluate(image_batches(2)).loss)
 
 
+def test_skipping_puts_statistics_back_to_the_last_that_were_finite() -> None:
+    *good, bad = with_nan(image_batches(8), 7)
+    guards = Guards(nonfinite="skip", every=5)
+    trainer = trainer_for(cnn(), stages=3, guards=guards)
+    for x, y in good:
+        trainer.step(x, y)
+    before = {name: w.clone() for name, w in trainer.state_dict().items() if "running" in name}
+    trainer.step(*bad)
+    after = trainer.state_dict()
+    assert_same_bits({name: after[name] for name in before}, before)
+
+
 def test_a_run_that_only_drops_ends() -> None:
     batches = [(x * math.nan, y) for x, y in vector_batches(5)]
     with pytest.raises(GuardError, match=r"3 updates in a row, up to update 2,.*\(patience=3\)"):

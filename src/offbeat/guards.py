@@ -241,7 +241,7 @@ class Guard:
         self._updates.record(Update(stage.index, number, lag, own, outcome, replica=stage.replica))
         if outcome == "applied":
             self._dropped_in_a_row = 0
-            due = stage.version % self._guards.every == 0
+            due = not self._rolls_back or stage.version % self._guards.every == 0
             if self.agrees and due and stage.version > self._copies[-1].version:
                 self._copies.append(_Copy(stage, self._copies[-1], whole=self._rolls_back))
             return True
@@ -250,9 +250,9 @@ class Guard:
 
     def after_drop(self) -> None:
         """The update has counted, without gradients: puts back what is to be put back."""
-        if len(self._copies) > 1:  # the newer may be what led here
+        if self._rolls_back and len(self._copies) > 1:  # the newer may be what led here
             self._copies.pop()
-        self._copies[0].put_back()
+        self._copies[-1].put_back()
 
     # ---------------------------------------------------------------- deciding
 
@@ -349,9 +349,10 @@ class _Copy:
         self.version = stage.version
         self._stage = stage
         # A forward may have spoilt running statistics before its gradient is met here.
+        buffers = self._statistics()
         self._buffers: list[Tensor] = [
-            buffer.clone() if _is_finite(buffer) or before is None else before._buffers[place]
-            for place, buffer in enumerate(self._statistics())
+            buffer.clone() if finite or before is None else before._buffers[place]
+            for place, (buffer, finite) in enumerate(zip(buffers, _finite(buffers), strict=True))
         ]
         self._weights = [p.detach().clone() for p in stage.parameters] if whole else []
         self._states = [
@@ -384,8 +385,9 @@ class _Copy:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for buffer, kept in zip(self._statistics(), self._buffers, strict=True):
-            if self._weights or not _is_finite(buffer):
+        buffers = self._statistics()
+        for buffer, kept, finite in zip(buffers, self._buffers, _finite(buffers), strict=True):
+            if self._weights or not finite:
                 # Fresh memory: a graph in flight may still refer to the old.
                 buffer.data = kept.clone()
         if not self._weights:
@@ -409,6 +411,17 @@ def _values(tensor: Tensor | None) -> Tensor:
 def _is_finite(tensor: Tensor) -> bool:
     values = _values(tensor)
     return not values.is_floating_point() or bool(torch.isfinite(values).all())
+
+
+def _finite(buffers: Sequence[Tensor]) -> list[bool]:
+    """Of each whether all its values are; asked at once, since a GPU lets every answer wait."""
+    asked = [n for n, buffer in enumerate(buffers) if _values(buffer).is_floating_point()]
+    found = [True] * len(buffers)
+    if asked:
+        whole = torch.stack([torch.isfinite(_values(buffers[n])).all() for n in asked])
+        for n, answer in zip(asked, whole.tolist(), strict=True):
+            found[n] = answer
+    return found
 
 
 def _batches(numbers: Sequence[int]) -> str:

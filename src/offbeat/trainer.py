@@ -172,6 +172,8 @@ class Trainer:
         """Parameters that were not trained when the stages were made."""
         self._copied_modes: list[tuple[nn.Module, nn.Module]] = []
         """Modules of the user's model and their copies, which train or evaluate as they do."""
+        self._copied_parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Its parameters and their copies, which are frozen as they are."""
         self._awaited: deque[range] = deque()
         self._owed: list[Tensor] = []
         self._next_batch = 0
@@ -354,6 +356,8 @@ class Trainer:
         self._refuse_thawed()
         for ours, theirs in self._copied_modes:
             theirs.training = ours.training
+        for parameter, copied in self._copied_parameters:
+            copied.requires_grad = parameter.requires_grad
         with self._stopping_on_error(), torch.enable_grad():
             if self._processes is not None and self._step == 0:
                 self._processes.refuse_equal_shards(x, y)
@@ -646,6 +650,14 @@ class Trainer:
             for model in self._models:
                 model.load_state_dict(state)
         self._discard()
+        if self._workers:
+            self._wait_for_all("weights loaded")
+
+    def _wait_for_all(self, name: str) -> None:
+        """Whoever goes on early would send what others then clear away."""
+        if self._processes is not None:
+            with self._stopping_on_error():
+                self._processes.meet(name, None)
 
     def _discard(self) -> None:
         """Forgets whatever is in flight: weights come from elsewhere."""
@@ -735,6 +747,11 @@ class Trainer:
             pair
             for model in self._models[1:]
             for pair in zip(self.model.modules(), model.modules(), strict=True)
+        ]
+        self._copied_parameters = [
+            pair
+            for model in self._models[1:]
+            for pair in zip(self.model.parameters(), model.parameters(), strict=True)
         ]
         for replica, cut, transport in zip(self._here, cuts, self._transports, strict=True):
             modules = cut.modules()

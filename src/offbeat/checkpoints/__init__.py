@@ -21,7 +21,14 @@ from torch import Tensor
 
 from offbeat import __version__, tensorfile
 from offbeat.checkpoints import drained
-from offbeat.checkpoints.folder import FORMAT, Found, candidates, place_of, refuse_strange
+from offbeat.checkpoints.folder import (
+    FORMAT,
+    MANIFEST,
+    Found,
+    candidates,
+    place_of,
+    refuse_strange,
+)
 from offbeat.checkpoints.writing import Alone, Order, Writer
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.methods import Method
@@ -248,6 +255,7 @@ class Checkpoints:
                 self._resume_exactly(found)
             else:
                 self._resume_drained(found)
+        trainer._wait_for_all("resumed")
         stored = tensorfile.read(found.path / DATA) if found.manifest["data"] else None
         if stored is not None and hasattr(data, "load_state_dict"):
             data.load_state_dict(stored)
@@ -261,6 +269,7 @@ class Checkpoints:
 
     def _choose(self, folder: Path) -> tuple[Found | None, list[str]]:
         """The newest checkpoint that every process can use, and why newer ones were passed over."""
+        _refuse_misplaced(folder)
         found = candidates(folder)
         steps = [each.step for each in found]
         for rank, others in enumerate(self._meet("checkpoints", steps)):
@@ -407,6 +416,19 @@ def _as_tensor(data: bytes) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _refuse_misplaced(folder: Path) -> None:
+    """What looks like a place of checkpoints and is none would start a run anew."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"{folder} is a file: give the folder that save() was given.")
+    if (folder / MANIFEST).exists():
+        raise ConfigurationError(
+            f"{folder} is a checkpoint itself: give the folder around it, {folder.parent}."
+        )
+    inner = folder / "checkpoints"
+    if candidates(inner) and not candidates(folder):
+        raise ConfigurationError(f"{folder} has its checkpoints in {inner}: give that folder.")
 
 
 def _name(replica: int, stage: int) -> str:

@@ -6,6 +6,7 @@ taken from the group that a group's first weight was in.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -62,32 +63,71 @@ def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
     """Gives a stage of any cut what the stages of another have stored of its weights."""
     names = _names(stage, model)
     stored = [optimizer for state in states for optimizer in state["optimizers"]]
+    head = _stored_head(stage, states)
     for number, optimizer in enumerate(stage.optimizers):
-        state = optimizer.state_dict()
-        source: State | None = None
+        state = optimizer.state_dict() | {"state": {}}
+        sources: list[tuple[State, int]] = []
         for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True):
             own = [names[id(parameter)] for parameter in held["params"]]
-            known = [name for name in own if not name.startswith(_HEAD)]
+            known = [name for name in own if head is not None or not name.startswith(_HEAD)]
             if not known:
                 continue  # of a head, which a fresh one has to learn anyway
             source = _owner(stored, known[0], optimizer)
-            rates = next(g for g in source["groups"] if known[0] in g["params"])
+            place = next(n for n, g in enumerate(source["groups"]) if known[0] in g["params"])
+            sources.append((source, place))
+            rates = source["groups"][place]
             group.update({key: value for key, value in rates.items() if key != "params"})
             for index, name in zip(group["params"], own, strict=True):
                 for other in stored:
-                    if name in other["weights"]:
+                    if name in known and name in other["weights"]:
                         state["state"][index] = other["weights"][name]
         load_optimizer(optimizer, copied(state))
-        if source is not None and stage.schedulers and source["scheduler"] is not None:
-            stage.schedulers[number].load_state_dict(copied(source["scheduler"]))
+        if sources and stage.schedulers and all(source["scheduler"] for source, _ in sources):
+            # Fresh heads have groups of their own, which are few, and come last.
+            sources += [sources[-1]] * (len(optimizer.param_groups) - len(sources))
+            found = [_Scheduled(s["scheduler"], len(s["groups"]), place) for s, place in sources]
+            stage.schedulers[number].load_state_dict(copied(_regrouped(found)))
     stage.version = max(state["version"] for state in states)
+    if head is not None:
+        for own_head in stage.modules[1:]:
+            own_head.load_state_dict(head)
+
+
+def _stored_head(stage: Stage, states: Sequence[State]) -> State | None:
+    """None for a head of another cut, which is made for other activations and starts anew."""
+    found: State = states[stage.index]["head"] if stage.index < len(states) else {}
     for head in stage.modules[1:]:
-        stored_head = states[stage.index]["head"] if stage.index < len(states) else {}
-        # Of another cut, a head is made for other activations and starts anew.
-        if {n: v.shape for n, v in head.state_dict().items()} == {
-            n: v.shape for n, v in stored_head.items()
-        }:
-            head.load_state_dict(stored_head)
+        if _shapes(head.state_dict()) == _shapes(found):
+            return found
+    return None
+
+
+def _shapes(state: State) -> dict[str, Any]:
+    return {name: value.shape for name, value in state.items()}
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """Where a group was: the state of its scheduler, which had so many groups, and its place."""
+
+    scheduler: State
+    groups: int
+    place: int
+
+
+def _regrouped(found: Sequence[_Scheduled]) -> State:
+    """The state of a scheduler for these groups: of each what its own had for it."""
+    last = found[-1]
+    made = dict(last.scheduler)
+    for key, value in last.scheduler.items():
+        if key == "_schedulers":  # of one that is made of several
+            made[key] = [
+                _regrouped([replace(one, scheduler=one.scheduler[key][n]) for one in found])
+                for n in range(len(value))
+            ]
+        elif isinstance(value, list) and len(value) == last.groups and key != "_milestones":
+            made[key] = [one.scheduler[key][one.place] for one in found]
+    return made
 
 
 _HEAD = "head of stage "

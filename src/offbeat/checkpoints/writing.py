@@ -142,7 +142,8 @@ class Writer:
     def _make_room(self, order: Order) -> None:
         aside = partial_of(order.folder, order.step)
         for name in order.files:
-            (aside / name).unlink(missing_ok=True)
+            with suppress(OSError):  # what cannot be deleted was not written
+                (aside / name).unlink()
 
 
 def _step_back() -> None:
@@ -171,8 +172,10 @@ def _try(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return {"problem": "the disk is full" if full else f"{error.strerror} ({error.filename})"}
-    except (CheckpointError, RuntimeError) as error:
+    except CheckpointError as error:
         return {"problem": str(error)}
+    except Exception as error:  # of anything else nobody would hear: this is a thread
+        return {"problem": f"{type(error).__name__}: {error}"}
 
 
 def _first_problem(ranks: Sequence[int], notes: list[Any]) -> str | None:

@@ -16,6 +16,9 @@ from offbeat.corrections.seen import ReadWeights
 from offbeat.readings import What
 
 
+_SIZES = "lag and micro-batches"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fill:
     """What a method decides about one stage, from one fill of the pipe to its drain."""
@@ -85,7 +88,7 @@ class Corrector:
         self.forget_flights()
         idle = not self._corrections and self._monitor is None
         if fill.lag == 0 or not self._parameters or idle:
-            self._hooks, self._watch = [], None
+            self._hooks, self._watch, self._loaded = [], None, {}
             return
         sizes = (fill.lag, fill.micro_batches)
         if not self._hooks or before is None or sizes != (before.lag, before.micro_batches):
@@ -224,8 +227,7 @@ class Corrector:
             with torch.no_grad():
                 self._judge_predictions()
                 read = self._weights_read()
-                if any(type(hook).gradients is not Hook.gradients for hook in self._hooks):
-                    self._fill_sparse_gradients()
+                self._fill_sparse_gradients()
                 for hook, of_hook in zip(self._hooks, numbers, strict=True):
                     hook.gradients(of_hook, read)
                 for hook, of_hook in zip(self._hooks, numbers, strict=True):
@@ -238,8 +240,10 @@ class Corrector:
                     hook.after_step(of_hook, self._before)
 
     def _fill_sparse_gradients(self) -> None:
-        """Corrections go element by element."""
-        for parameter in self._parameters:
+        """What changes gradients goes element by element."""
+        acting = (type(hook) for hook in self._hooks if hook is not self._watch)
+        changes = any(kind.gradients is not Hook.gradients for kind in acting)
+        for parameter in self._parameters if changes else ():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
 
@@ -320,15 +324,21 @@ class Corrector:
             "flights": [[batch, self._words(flight)] for batch, flight in self._flights.items()],
             "applied": [self._words(flight) for flight in self._applied],
             "last_read": self._last_read,
+            "loaded": dict(self._loaded),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Puts back what :meth:`snapshot` took; the fill must have begun already."""
-        with torch.no_grad():
-            for tensor, value in zip(self._memory(), state["memory"], strict=True):
-                tensor.copy_(value)
-        if self._read is not None:
+        """Puts back what :meth:`snapshot` took; the fill must have begun already.
+
+        What was taken before a fill has no memory yet, and that of the fill's beginning is fresh.
+        """
+        if state["memory"]:
+            with torch.no_grad():
+                for tensor, value in zip(self._memory(), state["memory"], strict=True):
+                    tensor.copy_(value)
+        if self._read is not None and state["read"] is not None:
             self._read.restore(state["read"])
+        self.load_state_dict(state["loaded"])
         self._flights = {batch: self._flight_of(words) for batch, words in state["flights"]}
         self._applied = [self._flight_of(words) for words in state["applied"]]
         self._last_read = state["last_read"]
@@ -367,21 +377,30 @@ class Corrector:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the corrections remember, complete when nothing is in flight."""
-        return {name: tensor.detach().clone() for name, tensor in self._named_memory()}
+        if self._loaded:  # and no fill has begun since
+            return dict(self._loaded)
+        state = {name: tensor.detach().clone() for name, tensor in self._named_memory()}
+        return state | {_SIZES: self._sizes()} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what :meth:`state_dict` gave, at once or when the next fill begins."""
         self._loaded = dict(state)
-        if self.active:
+        if self.active and self._loaded:
             self._take_loaded()
 
     def _take_loaded(self) -> None:
-        known, loaded, self._loaded = dict(self._named_memory()), self._loaded, {}
+        known, loaded, self._loaded = dict(self._named_memory()), dict(self._loaded), {}
         # A phase with another lag begins anew, as it would have without a checkpoint.
-        if _shapes(known) == _shapes(loaded):
+        same_sizes = torch.equal(loaded.pop(_SIZES).cpu(), self._sizes())
+        if same_sizes and _shapes(known) == _shapes(loaded):
             with torch.no_grad():
                 for name, tensor in known.items():
                     tensor.copy_(loaded[name])
+
+    def _sizes(self) -> Tensor:
+        """Of the fill: memory of another one is of no use."""
+        assert self._fill is not None
+        return torch.tensor([self._fill.lag, self._fill.micro_batches])
 
     def _named_memory(self) -> Iterator[tuple[str, Tensor]]:
         acting = [hook for hook in self._hooks if hook is not self._watch]
