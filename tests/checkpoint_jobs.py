@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -219,11 +220,8 @@ def unpunctual(folder: str) -> list[float]:
     for x, y in batches[3:6]:
         trainer.step(x, y)
     trainer.save(folder, wait=True)
-    tensorfile.read = late
-    try:
+    with patch.object(tensorfile, "read", late):
         trainer.resume(folder)
-    finally:
-        tensorfile.read = read
     for x, y in batches[6:]:
         trainer.step(x, y)
     return [float(loss) for loss in trainer.flush()]

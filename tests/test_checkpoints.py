@@ -289,6 +289,29 @@ def test_a_head_s_own_group_is_taken_over_with_it(tmp_path: Path) -> None:
     assert_same_bits(again.state_dict(), trainer.state_dict())
 
 
+def test_sparse_momentum_is_stored_as_well(tmp_path: Path) -> None:
+    def made() -> offbeat.Trainer:
+        torch.manual_seed(0)
+        layers = nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 4)
+        return trainer_for(
+            nn.Sequential(*layers),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+            cuts=[2],
+        )
+
+    batches = [(torch.randint(9, (6, 2)), torch.randint(4, (6,))) for _ in range(6)]
+    trainer = made()
+    for x, y in batches[:3]:
+        trainer.step(x, y)
+    trainer.save(tmp_path, drain=True, wait=True)
+    again = made()
+    again.resume(tmp_path)
+    for x, y in batches[3:]:
+        trainer.step(x, y)
+        again.step(x, y)
+    torch.testing.assert_close(again.state_dict(), trainer.state_dict())
+
+
 class Unpicklable(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"of this process": threading.Lock()}

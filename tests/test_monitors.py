@@ -265,3 +265,15 @@ def test_stages_of_mixed_types_and_frozen_ones_are_watched() -> None:
 class Widening(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.float()
+
+
+def test_a_probe_passes_through_a_stage_that_begins_in_place() -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)
+    trainer = trainer_for(
+        nn.Sequential(*layers).double(), PipeDream(), cuts=[1], monitor=Monitor(probe=True)
+    )
+    batches = vector_batches(5)
+    for x, y in batches:
+        trainer.step(x, y)
+    assert all(-1 <= cosine <= 1 for cosine in trainer.probe(*batches[0]).values())

@@ -731,3 +731,17 @@ def test_dgl_heads_train_and_stay_out_of_the_model() -> None:
         losses = list(trainer.ledger.losses(stage).values())
         assert losses[-1] < 0.5 * losses[0]
     assert list(trainer.state_dict()) == list(cnn().state_dict())
+
+
+def test_a_frozen_stage_needs_no_optimizer() -> None:
+    """A factory that leaves out what is frozen would be given an empty list by PyTorch's rules."""
+    batches = vector_batches(5)
+
+    def unfrozen(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1)
+
+    model = mlp()
+    model[0].requires_grad_(False)
+    expected, _ = plain_loop(model, batches, unfrozen)
+    trainer = trained(model, batches, optimizer=unfrozen, cuts=[1, 4])
+    assert_same_bits(trainer.state_dict(), expected.state_dict())

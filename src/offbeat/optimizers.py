@@ -53,8 +53,8 @@ def attach_optimizers(
     stage: Stage, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
 ) -> None:
     """Calls the user's factories for one stage and checks what they return."""
-    if not stage.parameters:
-        return
+    if not any(parameter.requires_grad for parameter in stage.parameters):
+        return  # factories may leave out what is frozen, and optimizers want something
     made = optimizer(list(stage.parameters))
     stage.optimizers = list(made) if isinstance(made, Sequence) else [made]
     _check_optimizers(stage)

@@ -80,7 +80,8 @@ def _forward(stage: Stage, recipe: Recipe, point: Sequence[Tensor] | None, given
     inputs = nest.replace(given, lambda t: t.detach().requires_grad_(t.is_floating_point()))
     seed = seed_for(recipe.seed, replica=stage.replica, stage=stage.index, micro_batch=_PROBE)
     with seeded(seed, recipe.device), precision(recipe.device, recipe.autocast):
-        output = functional_call(stage.module, lent, (inputs,))
+        fed = nest.replace(inputs, lambda t: t.clone())  # the stage may write to it
+        output = functional_call(stage.module, lent, (fed,))
     return _Pass(leaves, nest.tensors(inputs), nest.tensors(output), output)
 
 

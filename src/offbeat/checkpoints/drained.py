@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import ConfigurationError
@@ -30,7 +30,7 @@ def stage_state(stage: Stage, model: nn.Module) -> State:
             for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True)
         ]
         of_weight = {
-            names[id(p)]: state["state"][index]
+            names[id(p)]: {key: _filled(value) for key, value in state["state"][index].items()}
             for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True)
             for index, p in zip(group["params"], held["params"], strict=True)
             if index in state["state"]
@@ -57,6 +57,11 @@ def stage_state(stage: Stage, model: nn.Module) -> State:
         "head": heads,
         "corrections": stage.corrector.state_dict(),
     }
+
+
+def _filled(value: Any) -> Any:
+    """Sparse tensors, of sparse gradients, cannot be stored."""
+    return value.to_dense() if isinstance(value, Tensor) else value
 
 
 def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
