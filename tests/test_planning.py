@@ -190,6 +190,7 @@ def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:
 def test_auto_is_what_it_says() -> None:
     batches = vector_batches(9)
     chosen = trained(mlp(), batches, "auto", cuts=[2, 4])
+    assert trainer_for(mlp(), " Auto", cuts=[2, 4]).plan == chosen.plan
     named = trained(
         mlp(), batches, PipeDream(accumulate=3), cuts=[2, 4], corrections=["spike-compensation"]
     )

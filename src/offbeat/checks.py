@@ -29,7 +29,7 @@ def plan_of(
     method: Method | Auto | str, stages: int, optimizer: OptimizerFactory, model: Model
 ) -> Plan | None:
     """What "auto" comes to; None where a method was named."""
-    if method == "auto":
+    if isinstance(method, str) and method.strip().lower() == "auto":
         method = Auto()
     if not isinstance(method, Auto):
         return None
