@@ -35,6 +35,7 @@ from offbeat.averaging import (
 from offbeat.averaging import engine as averaging_engine
 from offbeat.averaging.compression import Int8, codec_for
 from offbeat.averaging.engine import Averager, Task
+from offbeat.averaging.moments import Moments
 from offbeat.averaging.outer import EagerStep, LateStep, Mean, Step
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import ADL, DSP, GPipe, Method, PipeDream, StaleWeights, Synchronous
@@ -496,6 +497,173 @@ def test_optimizer_state_is_kept_averaged_or_reset() -> None:
     assert moments(reset, 0, "exp_avg") == []
     late = run(DaSGD(3, 2, 0.5, 1.0, optimizer_state="average"), 20, optimizer=adamw)
     assert all((m >= 0).all() for r in (0, 1) for m in moments(late, r, "exp_avg_sq"))
+
+
+class UsedLater(nn.Module):
+    """A layer whose weights get their first gradient at the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, dtype=torch.float64)
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        y: Tensor = self.layer(x)
+        return y if self.seen > 2 else x
+
+
+def spoilt(batch: Batch, rows: slice = slice(None)) -> Batch:
+    x, y = batch[0].clone(), batch[1]
+    x[rows] = torch.nan
+    return x, y
+
+
+def guarded(policy: Any, nonfinite: Any = "skip", **settings: Any) -> offbeat.Trainer:
+    """Averages of weights and moments that are merged an update after their start."""
+    averaging = DaSGD(every=1, delay=1, keep=0.0, optimizer_state=policy)
+    settings = {"optimizer": OPTIMIZERS["momentum"], **settings}
+    return trainer_with(
+        averaging, replicas=2, guards=offbeat.Guards(nonfinite=nonfinite), **settings
+    )
+
+
+def test_moments_made_after_the_start_are_not_averaged() -> None:
+    first, second = batches_for(2, 2)
+    ends = []
+    for policy in ("keep", "average"):
+        trainer = guarded(policy)
+        trainer.step(*spoilt(first))  # dropped: there is no momentum when the average starts
+        trainer.step(*second)
+        ends.append([moments(trainer, replica, "momentum_buffer") for replica in (0, 1)])
+    kept, averaged = (list(chain(*end)) for end in ends)
+    assert len(averaged) == 2 * len(list(mlp().parameters()))
+    assert all(map(torch.equal, kept, averaged))
+
+
+def test_moments_are_averaged_over_the_replicas_that_have_them() -> None:
+    batches = batches_for(2, 2)
+    trainer = guarded("average")
+    trainer.step(*spoilt(batches[0], slice(ROWS)))  # replica 0's part
+    assert moments(trainer, 0, "momentum_buffer") == []
+    sent = [buffer.clone() for buffer in moments(trainer, 1, "momentum_buffer")]
+    trainer.step(*batches[1])
+    for replica in (0, 1):
+        assert all(map(torch.equal, moments(trainer, replica, "momentum_buffer"), sent))
+
+
+@pytest.mark.parametrize("averaging", [DaSGD(1, 1), DaSGD(3, 2, 0.5), CO2(2), LocalSGD(2)])
+def test_moments_survive_a_roll_back(averaging: Averaging) -> None:
+    trainer = trainer_with(
+        replace(averaging, optimizer_state="average"),
+        replicas=2,
+        optimizer=OPTIMIZERS["adamw"],
+        guards=offbeat.Guards(nonfinite="roll-back"),
+    )
+    for k, batch in enumerate(batches_for(2, 12)):
+        trainer.step(*(spoilt(batch, slice(ROWS)) if k in (0, 5) else batch))
+        for replica in (0, 1):
+            assert all((m >= 0).all() for m in moments(trainer, replica, "exp_avg_sq"))
+
+
+def test_a_weight_may_get_its_first_gradient_before_a_merge() -> None:
+    trainer = guarded("average", model=nn.Sequential(*mlp(), UsedLater()), stages=1)
+    for batch in batches_for(2, 3):
+        trainer.step(*batch)
+    ours, theirs = (moments(trainer, replica, "momentum_buffer") for replica in (0, 1))
+    # All but the last two, weight and bias, had momentum when the average started.
+    assert [torch.equal(*pair) for pair in zip(ours, theirs, strict=True)] == [True] * 8 + [
+        False
+    ] * 2
+    for batch in batches_for(2, 6)[3:]:
+        trainer.step(*batch)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.Adagrad,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        torch.optim.Adafactor,
+        lambda params: torch.optim.Adam(params, amsgrad=True),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+    ],
+)
+def test_what_an_optimizer_will_keep_is_known_before_its_first_step(optimizer: Any) -> None:
+    trainer = guarded("average", optimizer=optimizer)
+    batches = batches_for(2, 4)
+    numbers = torch.get_rng_state()
+    trainer.step(*spoilt(batches[0], slice(ROWS)))
+    sent = [len(fragment._moments_sent[1]) for w in trainer._workers for fragment in fragments(w)]
+    assert sent[0] == sent[1]
+    assert torch.equal(numbers, torch.get_rng_state())
+    for batch in batches[1:]:
+        trainer.step(*batch)
+
+
+def test_asking_an_optimizer_leaves_it_alone() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    adam = torch.optim.Adam([weight])
+    torch.optim.lr_scheduler.StepLR(adam, 1)  # puts a step of its own before the optimizer's
+    adam.register_step_post_hook(lambda *_: pytest.fail("the optimizer itself took a step"))
+    for optimizer in (adam, torch.optim.SparseAdam([weight])):
+        places, (row, there) = Moments([weight], [optimizer], stage=0).parts()
+        assert [place.name for place in places] == ["exp_avg", "exp_avg_sq"]
+        assert row.tolist() == [0.0] * 12
+        assert there.tolist() == [0.0] * 2
+        assert not optimizer.state
+    assert torch.equal(weight, torch.ones(3, 2))
+
+
+def fragments(worker: Any) -> list[Any]:
+    found: list[Any] = worker.averager._fragments
+    return found
+
+
+def test_an_optimizer_that_cannot_be_asked_is_refused() -> None:
+    class Strange(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if any(p not in self.known for group in self.param_groups for p in group["params"]):
+                raise KeyError("who is this?")
+            return super().step(closure)
+
+        known: set[Any]
+
+    def strange(params: Any) -> Strange:
+        made = Strange(params, lr=0.1)
+        made.known = set(params)
+        return made
+
+    trainer = guarded("average", optimizer=strange)
+    with pytest.raises(ConfigurationError, match=r"'average'.*Strange.*who is this.*'keep'"):
+        trainer.step(*spoilt(batches_for(2, 1)[0]))
+
+
+@pytest.mark.parametrize("averaging", [DaSGD(1, 1), DaSGD(3, 2, 0.5, exact=False), CO2(2)])
+def test_moments_under_way_are_in_a_checkpoint(tmp_path: Any, averaging: Averaging) -> None:
+    averaging = replace(averaging, optimizer_state="average")
+    batches = batches_for(2, 8)
+    batches[0] = spoilt(batches[0], slice(ROWS))
+
+    def made() -> offbeat.Trainer:
+        guards = offbeat.Guards(nonfinite="roll-back")
+        adamw = OPTIMIZERS["adamw"]
+        return trainer_with(averaging, replicas=2, optimizer=adamw, guards=guards)
+
+    whole, saved = made(), []
+    for at, batch in enumerate(batches):
+        whole.step(*batch)
+        whole.save(tmp_path / str(at), wait=True)
+        saved.append(tmp_path / str(at))
+    ours = [*rows_now(whole), *chain(*(moments(whole, r, "exp_avg") for r in (0, 1)))]
+    for at, folder in enumerate(saved):
+        resumed = made()
+        resumed.resume(folder)
+        for batch in batches[at + 1 :]:
+            resumed.step(*batch)
+        found = [*rows_now(resumed), *chain(*(moments(resumed, r, "exp_avg") for r in (0, 1)))]
+        assert all(map(torch.equal, ours, found)), at
 
 
 def test_statistics_stay_local_and_are_averaged_for_export() -> None:

@@ -569,6 +569,29 @@ def test_no_character_is_cut_in_two(tmp_path: Path) -> None:
     assert len(raw.train.numbers) == 151
 
 
+@pytest.mark.parametrize("space", [" ", "\n", "\u3000"])
+def test_no_word_is_cut_in_two(tmp_path: Path, space: str) -> None:
+    words = [f"wört{n}" for n in range(100)]
+    (tmp_path / "a.txt").write_text(space.join(words), encoding="utf-8")
+    for share in (0.5, 0.51, 0.511, 0.515, 0.52):
+        data = data_named("text", tmp_path / "a.txt", unit="words", context=4, test_share=share)
+        assert data.vocabulary == 101  # and <eos>
+        assert data.decode is not None
+        assert isinstance(data.train, Tokens)
+        assert isinstance(data.test, Tokens)
+        train, test = (data.decode(part.numbers).split() for part in (data.train, data.test))
+        assert [word for word in train + test if word != "<eos>"] == words
+        # The word at the place goes to the training part, and no line end is counted twice.
+        assert len(test) == pytest.approx(share * len(train + test), abs=4)
+        assert (train + test).count("<eos>") == (100 if space == "\n" else 2)
+
+
+def test_parts_without_a_line_end_do_not_make_one_word(tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{part}.tokens").write_text(f"a b {part}")
+    assert data_named("wikitext-2", tmp_path, context=2).vocabulary == 6
+
+
 def test_bytes_need_no_encoding_and_other_units_say_so(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9 " * 30)
@@ -718,3 +741,30 @@ def test_unknown_names_and_settings_are_answered() -> None:
         data_named("cifar")
     with pytest.raises(ConfigurationError, match="setting of data digits.*Did you mean 'seed'"):
         data_named("digits", sead=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("digits", {"test_share": "x"}, "data digits: test_share='x': give a number."),
+        ("digits", {"seed": "x"}, "data digits: seed='x': give a whole number."),
+        ("digits", {"seed": True}, "data digits: seed=True: give a whole number."),
+        ("text", {"test_share": "x"}, "data text: test_share='x': give a number."),
+        ("text", {"file": 123}, "data text: file=123: give a path, as in './123'."),
+        ("text", {"context": None}, "data text: context=None: give a whole number."),
+        ("images", {"test_share": "x"}, "data images: test_share='x': give a number."),
+        ("images", {"pad": "x"}, "data images: pad='x': give a whole number or None."),
+        ("images", {"pad": -1}, "pad=-1: give a border of 0 pixels or more."),
+        ("images", {"flip": "no"}, "data images: flip='no': give true or false."),
+        ("enwik8", {"download": "no"}, "data enwik8: download='no': give true or false."),
+    ],
+)
+def test_settings_of_a_wrong_type_are_answered(
+    tmp_path: Path, name: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        data_named(name, tmp_path, **settings)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert len(data_named("digits", seed=np.int64(3), test_share=np.float32(0.5)).test) == 898

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, plain_loop, vector_batches
-from offbeat.errors import BatchError, ConfigurationError
+from offbeat.errors import BatchError, ConfigurationError, StageError
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
 
 METHODS: list[Method] = [Synchronous(), StaleWeights(), ADL(2), DSP()]
@@ -221,6 +221,156 @@ def test_a_buffer_that_a_forward_assigns_anew_is_the_model_s() -> None:
     assert found.state_dict()["centred.mean"].any()
 
 
+class Hides(nn.Module):
+    """What cannot be cut, where zeros keep the outputs of the first batch the same."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.way = way
+        self.inlet, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(Shifts() for _ in range(3))
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.shifts = nn.Parameter(torch.ones(3, 8))
+        if way == "head":
+            nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = early = self.inlet(x)
+        for number, block in enumerate(self.blocks):
+            if self.way == "blocks":
+                hidden = block(hidden, self.shifts[number])
+            else:
+                hidden = block(hidden, self.shift if self.way == "argument" else 0.0)
+        if self.way == "head":
+            hidden = hidden + early
+        elif self.way == "gate":
+            hidden = hidden + self.shift * early
+        elif self.way == "gradient":  # nothing in the forward, something in the backward
+            hidden = hidden + (early - early.detach())
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class Shifts(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor, shift: Tensor | float = 0.0) -> Tensor:
+        return torch.relu(super().forward(x)) + shift
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("head", "computes something else than in one piece in training"),
+        ("gate", "computes something else than in one piece in training"),
+        ("argument", "computes something else than in one piece in training"),
+        ("blocks", "block 1 of blocks of this Hides is called with other arguments than block 0"),
+        ("gradient", "'inlet.weight' of this Hides gets another gradient than in one piece"),
+    ],
+)
+def test_zeros_do_not_hide_what_cannot_be_cut(way: str, words: str) -> None:
+    model = Hides(way)
+    batches = vector_batches(1, dtype=torch.float32)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    trainer = offbeat.Trainer(
+        model, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], cuts=["blocks.1"]
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        trainer.step(*batches[0])
+    assert_same_bits(dict(model.state_dict()), dict(before))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Particular(nn.Module):
+    """A block that cannot run on just any weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Shifts()
+        self.one = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor, shift: float) -> Tensor:
+        if self.one != 1:
+            raise ArithmeticError(f"one is {float(self.one)}")
+        return self.inner(x, shift)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Shifts, Particular])
+def test_a_chain_with_zeros_trains_like_a_plain_loop(kind: type[nn.Module]) -> None:
+    model: Any = Hides("none")
+    model.blocks = nn.ModuleList(kind() for _ in range(3))
+    nn.init.zeros_(model.head.weight)
+    batches = vector_batches(4, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches)
+    found = trained(model, batches, Synchronous(), stages=2)
+    assert_same_bits(found.state_dict(), expected.state_dict())
+
+
+class Notes(Tower):
+    """Buffers of its own: read, or written before, between or behind the blocks."""
+
+    scale: Tensor
+    seen: Tensor
+
+    def __init__(self, *where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.register_buffer("scale", torch.full((4,), 0.5))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def _note(self, place: str, value: Tensor) -> None:
+        if place in self.where and self.training:
+            self.seen.add_(value.detach().mean())
+        elif f"{place} anew" in self.where and self.training:
+            self.seen = self.seen + value.detach().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._note("before", x)
+        hidden = self.inlet(self.centred(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+            self._note("between", hidden)
+        logits = self.head(hidden) * self.scale
+        self._note("behind", logits)
+        if "read" in self.where:
+            logits = logits + self.seen
+        return logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "where", ["before", "before anew", "behind", "behind anew", "nowhere"], ids=str
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_buffers_of_the_model_itself_are_those_of_its_ends(where: str, replicas: int) -> None:
+    model: Any = Notes(where)
+    batches = vector_batches(4, dtype=torch.float32)
+    found = trained(model, batches, Synchronous(), stages=2, replicas=replicas)
+    state = found.state_dict()
+    if replicas == 1:
+        expected, _ = plain_loop(model, batches)
+        assert_same_bits(state, expected.state_dict())
+    assert state["seen"].any() == (where != "nowhere")
+    state["scale"] = torch.full((4,), 3.0)
+    found.load_state_dict(state)
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        loss = float(F.cross_entropy(model(batches[0][0]), batches[0][1]))
+    assert found.evaluate(batches[:1]).loss == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "where", [("before", "read"), ("before", "behind"), ("between",), ("between anew",)], ids=str
+)
+def test_a_buffer_written_at_one_end_and_used_at_the_other_is_refused(
+    where: tuple[str, ...],
+) -> None:
+    batches = vector_batches(1, dtype=torch.float32)
+    with pytest.raises(ConfigurationError, match="buffer 'seen' of this Notes is written"):
+        trained(Notes(*where), batches, Synchronous(), stages=2)
+
+
 # ------------------------------------------------------------------ traced
 
 
@@ -302,6 +452,42 @@ def test_what_cannot_be_traced_gets_words() -> None:
         trained(Chooses(), images(1), StaleWeights(), cuts=["first"])
     with pytest.raises(ConfigurationError, match="'frist' is not a module of this Branches"):
         trained(Branches(), [], StaleWeights(), cuts=["frist"])
+
+
+class Shares(Branches):
+    """Uses a parameter of its own in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(self.stem(x) * self.gain))
+        logits: Tensor = self.head(self.second(hidden * self.gain).mean((2, 3)))
+        return logits
+
+
+def test_a_traced_parameter_used_in_two_stages_gets_words() -> None:
+    words = r"parameter 'gain' of this Shares is used in stages 0 and 1.*cut so that"
+    with pytest.raises(ConfigurationError, match=words):
+        trained(Shares(), images(1), StaleWeights(), cuts=["first"])
+
+
+def test_a_traced_model_keeps_the_modes_of_its_modules() -> None:
+    model, batches = Branches(), images()
+    model.drop.eval()
+    model.norm.eval()
+    before = copy.deepcopy(model.norm.state_dict())
+    expected, _ = plain_loop(model, batches)  # type: ignore[arg-type]
+    ours = trained(model, batches, Synchronous(), cuts=["first"])
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], value, atol=1e-6), name
+    assert torch.equal(ours.state_dict()["norm.running_mean"], before["running_mean"])
+    ours.evaluate(batches)
+    ours.step(*batches[0])
+    ours.model.train()
+    with pytest.raises(StageError, match=r"'norm' is in training .* recorded in evaluation"):
+        ours.step(*batches[0])
 
 
 # ------------------------------------------------------------------ Hugging Face

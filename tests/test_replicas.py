@@ -10,7 +10,7 @@ import torch
 
 import jobs
 import offbeat
-from helpers import assert_same_bits
+from helpers import OPTIMIZERS, assert_same_bits, trainer_for
 from offbeat.averaging import (
     CO2,
     AllReduce,
@@ -70,6 +70,35 @@ def test_processes_give_the_bits_of_one(todo: list[Job]) -> None:
                 assert ours[name] == alone[name], (job, rank, name)
 
 
+def average_moments_of_some() -> list[dict[str, Any]]:
+    """Replica 0's first update is dropped, so that replica 1 alone has moments to send."""
+    found = []
+    for name in ("momentum", "adamw"):
+        network, batches = jobs.job_of("dropout")
+        batches[0][0][: len(batches[0][0]) // 2] = torch.nan
+        trainer = trainer_for(
+            network,
+            Synchronous(),
+            OPTIMIZERS[name],
+            stages=1,
+            replicas=2,
+            averaging=DaSGD(1, 1, optimizer_state="average"),
+            guards=offbeat.Guards(nonfinite="roll-back"),
+        )
+        for x, y in trainer.batches(batches[:-1]):
+            trainer.step(x, y)
+        trainer.flush()
+        found.append(trainer.state_dict())
+    return found
+
+
+def test_moments_of_some_replicas_are_averaged_in_processes_as_in_one() -> None:
+    alone = average_moments_of_some()
+    for ours in offbeat.launch(average_moments_of_some, 2, timeout_s=100):
+        for state, expected in zip(ours, alone, strict=True):
+            assert_same_bits(state, expected)
+
+
 @pytest.mark.long
 def test_all_reduce_in_fast_mode_is_close() -> None:
     """An all-reduce may sum in another order, so it is compared with a tolerance."""
@@ -116,3 +145,23 @@ def test_a_wrong_number_of_processes_is_named() -> None:
 def test_a_replica_that_dies_ends_the_run_with_words() -> None:
     with pytest.raises(WorkerLost, match=r"(rank 1|process 1|replica).*"):
         offbeat.launch(jobs.lose_a_replica, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("averaging", [AllReduce(), LocalSGD(2)])
+def test_what_is_frozen_later_is_frozen_in_every_replica(averaging: Averaging) -> None:
+    network, batches = jobs.job_of("dropout")
+    trainer = trainer_for(network, cuts=[3], replicas=2, averaging=averaging)
+    first = [worker.stage.module[0] for worker in trainer._workers if worker.stage.index == 0]  # type: ignore[index]
+    for x, y in batches[:2]:
+        trainer.step(x, y)
+    assert len(first) == 2
+    before = [[p.detach().clone() for p in layer.parameters()] for layer in first]
+    trainer.model[0].requires_grad_(False)  # type: ignore[index]
+    for x, y in batches[2:4]:
+        trainer.step(x, y)
+    for layer, weights in zip(first, before, strict=True):
+        assert all(map(torch.equal, layer.parameters(), weights))
+    trainer.model[0].requires_grad_(True)  # type: ignore[index]
+    trainer.step(*batches[4])
+    for layer, weights in zip(first, before, strict=True):
+        assert not torch.equal(layer.weight, weights[0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict, namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import offbeat
 from helpers import (
     OPTIMIZERS,
     assert_same_bits,
@@ -23,6 +26,7 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
+from offbeat.corrections import Correction, Predict, Rewind
 from offbeat.errors import StageError
 from offbeat.methods import (
     ADL,
@@ -126,6 +130,113 @@ def test_a_frozen_first_stage_gets_no_gradient_and_does_not_move() -> None:
     )
     moved = trained(model, vector_batches(4), StaleWeights(), cuts=[2, 4]).state_dict()
     assert torch.equal(moved["0.weight"], model[0].weight)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ weights in one memory
+
+
+def in_one_memory(kind: str) -> nn.Sequential:
+    """Two layers of the first stage whose weights are apart, or views of one tensor."""
+    torch.manual_seed(0)
+    one, other = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    both = torch.stack([one.weight.detach(), other.weight.detach()])
+    if kind == "rows":
+        one.weight, other.weight = nn.Parameter(both[0]), nn.Parameter(both[1])
+    if kind == "columns":
+        both = both.transpose(0, 1).contiguous().transpose(0, 1)
+        one.weight, other.weight = nn.Parameter(both[0]), nn.Parameter(both[1])
+    if kind == "half frozen":
+        one.weight, other.weight = nn.Parameter(both[0]), nn.Parameter(both[1])
+    if kind == "overlapping":
+        other.weight = nn.Parameter(one.weight.detach())
+    if kind == "tied":
+        other.weight = one.weight
+    if kind in ("half frozen", "frozen apart"):
+        other.weight.requires_grad_(False)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(6, 6), one, nn.Tanh(), other), nn.Linear(6, 5), nn.Linear(5, 4)
+    )
+
+
+def trainer_in_place(
+    model: nn.Sequential, method: Method, corrections: Sequence[Correction] = ()
+) -> offbeat.Trainer:
+    """Over the model itself: a copy of it has memory of its own for every weight."""
+    return offbeat.Trainer(
+        model,
+        loss=nn.functional.cross_entropy,
+        optimizer=OPTIMIZERS["momentum"],
+        method=method,
+        corrections=corrections,
+        cuts=[1, 2],
+    )
+
+
+LAGGING: list[Method] = [
+    *(StaleWeights(backward=rule) for rule in RULES),
+    *(PipeDream2BW(backward=rule) for rule in RULES),
+]
+
+
+@pytest.mark.parametrize("method", LAGGING, ids=str)
+@pytest.mark.parametrize("kind", ["rows", "columns", "half frozen"])
+def test_weights_that_share_memory_train_as_others(
+    method: Method, kind: str, tmp_path: Path
+) -> None:
+    batches = vector_batches(8, dtype=torch.float32)
+    apart = in_one_memory("frozen apart" if kind == "half frozen" else "apart")
+    expected = trained(apart, batches, method, cuts=[1, 2]).state_dict()
+    ours = trainer_in_place(in_one_memory(kind), method)
+    for place, batch in enumerate(batches):
+        ours.step(*batch)
+        if place == 3:
+            ours.save(tmp_path, wait=True)
+    resumed = trainer_in_place(in_one_memory(kind), method)
+    resumed.resume(tmp_path)
+    for batch in batches[4:]:
+        resumed.step(*batch)
+    for trainer in (ours, resumed):
+        trainer.flush()
+        assert_same_bits(trainer.state_dict(), expected)
+
+
+@pytest.mark.parametrize("correction", [Predict(), Rewind()])
+def test_weights_that_share_memory_are_lent_as_others(correction: Correction) -> None:
+    ends = []
+    for kind in ("apart", "rows"):
+        trainer = trainer_in_place(in_one_memory(kind), StaleWeights(), [correction])
+        for batch in vector_batches(8, dtype=torch.float32):
+            trainer.step(*batch)
+        trainer.flush()
+        ends.append(trainer.state_dict())
+    assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize("method", LAGGING, ids=str)
+def test_weights_that_overlap_are_refused_where_versions_are_kept(method: Method) -> None:
+    tied, overlapping = (
+        trainer_in_place(in_one_memory(kind), method) for kind in ("tied", "overlapping")
+    )
+    batches = vector_batches(8, dtype=torch.float32)
+    for batch in batches:
+        tied.step(*batch)
+    if method in (StaleWeights(backward="current"), StaleWeights(backward="recompute")):
+        for batch in batches:  # one memory throughout, as in plain training
+            overlapping.step(*batch)
+        return
+    words = r"stage 0: '0.1.weight' and '0.3.weight'.*the same memory.*clone"
+    with pytest.raises(StageError, match=words):
+        overlapping.step(*batches[0])
+
+
+def test_without_lag_weights_may_overlap_and_stay_where_they_are() -> None:
+    batches = vector_batches(4, dtype=torch.float32)
+    trainer = trainer_in_place(in_one_memory("overlapping"), Synchronous())
+    shared = trainer.model[0][1].weight.data_ptr()  # type: ignore[index]
+    for batch in batches:
+        trainer.step(*batch)
+    assert torch.equal(*(trainer.state_dict()[f"0.{layer}.weight"] for layer in (1, 3)))
+    assert trainer.model[0][3].weight.data_ptr() == shared  # type: ignore[index]
 
 
 # ------------------------------------------------------------------ in-place layers

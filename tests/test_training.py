@@ -194,11 +194,30 @@ def test_schedules_rise_and_fall() -> None:
         (["--method", "adll"], "Did you mean 'adl'"),
         (["--method", "adl:acumulate=2"], "adl has no setting 'acumulate'"),
         (["--method", "adl:2"], "settings read name=value"),
+        (["--method", "adl:accumulate=2,accumulate=4"], "accumulate is there twice: give one"),
+        (["--method", "adl:name=x"], "name is no setting"),
+        (["--method", "autto"], "Did you mean 'auto'?"),
+        (["--method", "zzz"], "dgl, auto."),
+        (["--method", "Auto:hops=1", "--stages", "2"], "auto has no setting 'hops'"),
         (["--optimizer", "sdg"], "Did you mean 'sgd'"),
         (["--averaging", "dasgd:every=4", "--replicas", "2"], "dasgd needs delay"),
         (["--stages", "99", "--method", "dsp"], "99 stages, but the model has"),
         (["--device", "cuda:7"], "cuda:7"),
         (["--device", "gpu"], "device='gpu': give cpu, cuda or cuda:1"),
+        (["--device", "mps"], "device='mps': PyTorch cannot use it here. Give --device cpu."),
+        (["--device", "xla"], "device='xla': PyTorch cannot use it here. Give --device cpu."),
+        (["--device", "meta"], "device='meta': it holds no numbers. Give --device cpu."),
+        (["--seed", "9" * 23], f"seed={'9' * 23}: give a whole number of 64 bits"),
+        (["--model", "mlp:hidden=32"], "network mlp: hidden=32: give whole numbers, as in (1,2)."),
+        (["--model", "resnet20:channels=x"], "network resnet20: channels='x': give a whole number"),
+        (["--model", "resnet20:classes=x"], "network resnet20: classes='x': give a whole number"),
+        (["--model", "resnet20:name=x"], "name is no setting"),
+        (["--model", "resnet20:data=x"], "unknown setting of network resnet20: 'data'"),
+        (["--model", "wrn28-10:dropout=1.5"], "dropout=1.5: give a share from 0 to 1"),
+        (["--data", "digits:test_share=x"], "data digits: test_share='x': give a number"),
+        (["--data", "digits:seed=x"], "data digits: seed='x': give a whole number"),
+        (["--data", "digits:folder=x"], "data digits: the folder is given by --data-folder"),
+        (["--data", "enwik8:download=no"], "download='no': give true or false"),
         (["--engine", "streams", "--stages", "2"], "CUDA GPU (torch finds none here)"),
         (["--balance", "guess", "--stages", "2"], "unknown balance 'guess'"),
         (["--hybrid", "3"], "hybrid=3 of epochs=1"),
@@ -215,6 +234,26 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert says in printed.err
     assert "Traceback" not in printed.err
     assert not (out / "summary.json").exists()
+
+
+def test_no_setting_of_a_file_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("batch-size = 32\nbatch_size = 16\n")
+    assert offbeat_says("train", "--config", str(file), "--out", str(tmp_path / "x")) == 2
+    assert "batch_size is there twice" in capsys.readouterr().err
+    for line in ('method = "dsp"', "stages = 2", "seed = 1", 'cuts = ["4"]', "ppv = [2]"):
+        file.write_text(line)
+        assert offbeat_says("study", "--config", str(file), "--out", str(tmp_path / "x")) == 2
+        said = capsys.readouterr().err
+        assert f"{line.split()[0]} in {file} is what a study varies: use --methods" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_rows_per_s_counts_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr("offbeat.training.time.perf_counter", lambda: next(ticks))
+    run = train(tmp_path / "run", "--batch-size", "1024")  # 1438 rows, in two batches
+    assert run.summary["rows_per_s"] == 1438 / 2
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,6 +342,38 @@ def test_a_study_that_was_interrupted_goes_on(
     assert resumed.summary["loss"] == whole.summary["loss"]
 
 
+def test_settings_that_are_tuples_are_the_same_when_a_run_or_study_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", "mlp:hidden=(32,(16))"]
+    words = ["train", *SHORT, *model, "--method", "dsp:lag=(2,0),hop=(1,)", "--stages", "2"]
+    words += ["--out", str(tmp_path / "run"), "--resume"]
+    assert offbeat_says(*words) == 0
+    assert offbeat_says(*words) == 0
+    assert "is finished already" in capsys.readouterr().out
+    other = [word.replace("32", "31") for word in words]
+    assert offbeat_says(*other) == 2
+    assert "was started with model=mlp:hidden=[32, 16]" in capsys.readouterr().err
+    words = ["study", *SHORT, *model, "--methods", "dsp:lag=(2,0)", "--stage-counts", "2"]
+    words += ["--seeds", "1", "--out", str(tmp_path / "study")]
+    assert offbeat_says(*words) == 0
+    assert offbeat_says(*words) == 0
+    assert capsys.readouterr().out.count(": found") == 2
+
+
+def test_an_interrupted_run_with_tuples_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model", "mlp:hidden=(32,32)", "--method", "dsp:lag=(2,0)", "--stages", "2"]
+    words = ["train", *SHORT, *words, "--save-every", "5", "--out", str(tmp_path), "--resume"]
+    with monkeypatch.context() as patch:
+        calls = iter([False] * 10 + [True])
+        patch.setattr(Trainer, "stop_together", lambda *_: next(calls, True))
+        assert offbeat_says(*words) == 130
+    assert offbeat_says(*words) == 0
+    assert Run.load(tmp_path).summary["steps"] == 23
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -334,6 +405,30 @@ def test_what_cannot_be_trained_leaves_no_folder(
     assert offbeat_says("train", *settings, *words, "--out", str(tmp_path / "run")) == 2
     assert re.search(said or "holds no run to go on with", capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--replicas", "2", "--batch-size", "719"], b"divide among 2 replicas"),
+        (["--method", "adl:accumulate=32", "--stages", "2"], b"--drop-last leaves it out"),
+    ],
+)
+def test_processes_refuse_a_batch_before_the_first_epoch(
+    tmp_path: Path, words: list[str], said: bytes
+) -> None:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "offbeat", "train"]
+    out = tmp_path / "run"
+    ended = subprocess.run(
+        [sys.executable, *launch, *SHORT, *words, "--out", str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert not out.exists()
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(

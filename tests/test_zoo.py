@@ -334,6 +334,27 @@ def test_wrong_and_missing_settings_are_answered() -> None:
     assert settings_of("gpt")["vocabulary"] is ...
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("resnet20", {"classes": "x"}, "network resnet20: classes='x': give a whole number."),
+        ("resnet20", {"channels": 1.5}, "network resnet20: channels=1.5: give a whole number."),
+        ("mlp", {"hidden": 32}, "network mlp: hidden=32: give whole numbers, as in (1,2)."),
+        ("mlp", {"hidden": (3, "x")}, "network mlp: hidden=(3, 'x'): give whole numbers"),
+        ("wrn28-10", {"dropout": 1.5}, "network wrn28-10: dropout=1.5: give a share from 0 to 1."),
+        ("alexnet", {"dropout": "x"}, "network alexnet: dropout='x': give a number."),
+        ("gpt", {"vocabulary": 5, "context": 4, "dropout": 3}, "dropout=3: give a share from 0"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_answered(
+    name: str, settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        network(name, **settings)
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        network_for(data_named("digits"), name, **settings)
+
+
 def test_a_network_is_fitted_to_the_data_or_refused() -> None:
     data = data_named("digits")
     state = torch.get_rng_state()
@@ -351,6 +372,8 @@ def test_a_network_is_fitted_to_the_data_or_refused() -> None:
         network_for(data, "mlp", classes=3)
     with pytest.raises(ConfigurationError, match=r"lenet5\(side=8\)"):
         network_for(data, "lenet5")
+    with pytest.raises(ConfigurationError, match="network lenet5 cannot be made with .*side=1000"):
+        network_for(data, "lenet5", side=10**20)
 
 
 # ---------------------------------------------------------------------------- data

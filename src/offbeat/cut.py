@@ -3,15 +3,17 @@
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
-from itertools import pairwise
+from itertools import pairwise, product
+from math import isfinite
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -63,7 +65,7 @@ class Cut:
         return replace(self, places=tuple(balancing(layers, batch, self.stages)))
 
     def _through_trunk(self, batch: Nest, name: str, balancing: Balancing) -> "Cut":
-        with untouched([self.model]):
+        with _random_weights(self.model, batch)(), untouched([self.model]):
             anatomy = trunk.look_at(self.model, name, batch)
         places = self.places
         if places is None:
@@ -286,18 +288,84 @@ def _check_against_whole(
     model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
 ) -> None:
     """Refuses stages that do not compute what the whole model does, in training or evaluation."""
-    for training in (True, False):
-        with trunk.modes_kept(model):
-            model.train(training)
-            whole = outputs_of([_Called(model)], batch)[-1]
-            same = trunk.same_bits(outputs_of(stages, batch)[-1], whole)
-        if not same:
+    whole = [_Called(model)]
+    lent = _random_weights(model, batch)
+    for weights, training in product((nullcontext, lent), (True, False)):
+        with trunk.modes_kept(model), weights():
+            trunk.set_mode(model, training=training)
+            wanted, found = outputs_of(whole, batch)[-1], outputs_of(stages, batch)[-1]
+        if not trunk.same_bits(found, wanted):
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"
-                f" piece {'in training' if training else 'in evaluation'}: a later part uses"
-                " something of an earlier one that cannot be seen from outside. Pass a list of"
-                " modules, one per stage."
+                f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
             )
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with trunk.modes_kept(model), lent():
+        trunk.set_mode(model, training=True)
+        other = _other_gradient(*(_gradients(parts, batch, trained) for parts in (whole, stages)))
+    if other is not None:
+        raise ConfigurationError(
+            f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"
+            f" gradient than in one piece: {_UNSEEN}"
+        )
+
+
+_UNSEEN = (
+    "a later part uses something of an earlier one that cannot be seen from outside. Pass a list of"
+    " modules, one per stage."
+)
+
+
+def _random_weights(model: nn.Module, batch: Nest) -> Callable[[], AbstractContextManager[None]]:
+    """Lends random weights to a model that runs on them; to another nothing."""
+    try:
+        with trunk.random_weights(model):
+            outputs_of([_Called(model)], batch)
+    except Exception:  # whatever a model may ask of its weights
+        return nullcontext
+    return partial(trunk.random_weights, model)
+
+
+def _gradients(
+    modules: Sequence[nn.Module], batch: Nest, trained: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """The gradient of some function of all outputs, by name; none where it is not connected."""
+    value = nest.replace(batch, lambda t: t.clone())
+    with untouched(modules), torch.enable_grad():
+        for module in modules:
+            value = module(value)
+        outputs = [tensor for tensor in nest.tensors(value) if tensor.requires_grad]
+        if not outputs or not trained:
+            return {}
+        found = torch.autograd.grad(
+            outputs,
+            list(trained.values()),
+            # Unlike for each element, since the sum of a normalised output says nothing.
+            [torch.linspace(1, 2, t.numel()).to(t).view(t.shape) for t in outputs],
+            allow_unused=True,
+        )
+    return {
+        name: gradient.to_dense().cpu()  # so that the device never holds those of both ways
+        for name, gradient in zip(trained, found, strict=True)
+        if gradient is not None
+    }
+
+
+def _other_gradient(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
+    """The first parameter whose gradients differ by more than the order of additions explains."""
+    norms = {name: float(gradient.norm()) for name, gradient in ours.items()}
+    largest = max(filter(isfinite, norms.values()), default=0.0)
+    for name in {**ours, **theirs}:
+        one, other = ours.get(name), theirs.get(name)
+        rounding = torch.finfo((one if one is not None else theirs[name]).dtype).eps
+        if one is None or other is None:
+            difference = float((theirs[name] if one is None else one).norm())
+        else:
+            difference = float((one - other).norm())
+        norm = norms.get(name, 0.0)
+        if isfinite(norm) and not difference <= rounding**0.5 * norm + 100 * rounding * largest:
+            return name
+    return None
 
 
 class _Called(nn.Module):

@@ -36,7 +36,7 @@ class Choice:
                 raise ConfigurationError(f'{what}: a table needs a name, as in name = "adl".')
             return cls(value["name"], {k: v for k, v in value.items() if k != "name"})
         name, _, rest = str(value).partition(":")
-        settings = {}
+        settings: dict[str, Any] = {}
         for part in _split(rest):
             key, equals, text = part.partition("=")
             if not equals or not key.strip().isidentifier():
@@ -44,7 +44,15 @@ class Choice:
                     f"{what} {value!r}: settings read name=value, separated by commas, as in"
                     " adl:accumulate=4."
                 )
-            settings[key.strip()] = _value(text.strip())
+            key = key.strip()
+            if key == "name":  # the key of the name itself in a table
+                raise ConfigurationError(
+                    f"{what} {value!r}: name is no setting; the name is what stands before the"
+                    " colon. Leave it out."
+                )
+            if key in settings:
+                raise ConfigurationError(f"{what} {value!r}: {key} is there twice: give one.")
+            settings[key] = _value(text.strip())
         return cls(name.strip(), settings)
 
     def __str__(self) -> str:
@@ -70,6 +78,26 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: very deep nests
         return text
+
+
+def plain(value: Any) -> Any:
+    """As it comes back from JSON, where tuples are lists and keys are text, at any depth."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Keys with underscores; two spellings of one would lose a value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name in found:
+            raise ConfigurationError(
+                f"{name} is there twice{where}, with a dash and with an underscore: give one."
+            )
+        found[name] = value
+    return found
 
 
 def _help(text: str, default: Any = MISSING, *, metavar: str = "") -> Any:
@@ -148,19 +176,19 @@ class Experiment:
         """From flags or a TOML table: names checked, texts turned into what a field holds."""
         known = {f.name: f for f in fields(cls)}
         made = {}
-        for key, value in values.items():
-            name = key.replace("-", "_")
+        for name, value in _by_field(values, where).items():
             if name not in known:
-                raise unknown(f"setting{where}", key, sorted(known))
-            made[name] = _typed(known[name].type, value, key)
+                raise unknown(f"setting{where}", name, sorted(known))
+            made[name] = _typed(known[name].type, value, name)
         experiment = cls(**made)
         experiment._check()
         return experiment
 
     @classmethod
     def from_toml(cls, path: str | Path) -> dict[str, Any]:
+        """What a file says, by field, for :meth:`read`."""
         try:
-            return tomllib.loads(Path(path).read_text())
+            return _by_field(tomllib.loads(Path(path).read_text()), f" in {path}")
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -170,6 +198,10 @@ class Experiment:
         for name in ("epochs", "batch_size", "replicas", "evaluate_every", "keep", "save_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: give at least 1.")
+        if not -(2**63) <= self.seed < 2**64:  # what torch.manual_seed takes
+            raise ConfigurationError(
+                f"seed={self.seed}: give a whole number of 64 bits, {-(2**63)} to {2**64 - 1}."
+            )
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigurationError(f"max_steps={self.max_steps}: give at least 1.")
         if self.warmup < 0:

@@ -16,12 +16,16 @@ Kind = TypeVar("Kind", bound=Named)
 
 def made(what: str, kinds: Sequence[type[Kind]], name: str, settings: dict[str, Any]) -> Kind:
     """The one of these dataclasses that has this name, case ignored, with these settings."""
+    kind = kind_named(kinds, name)
+    if kind is None:
+        raise unknown(what, name, [kind.name for kind in kinds])
+    _check(kind, settings)
+    return kind(**settings)
+
+
+def kind_named(kinds: Sequence[type[Kind]], name: str) -> type[Kind] | None:
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    for kind in kinds:
-        if wanted in (kind.name, kind.__name__.lower()):
-            _check(kind, settings)
-            return kind(**settings)
-    raise unknown(what, name, [kind.name for kind in kinds])
+    return next((kind for kind in kinds if wanted in (kind.name, kind.__name__.lower())), None)
 
 
 def _check(kind: Any, settings: dict[str, Any]) -> None:

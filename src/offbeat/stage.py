@@ -26,8 +26,10 @@ from offbeat.versions import (
     Saved,
     SavedTensors,
     Stashed,
+    give_each_its_own,
     move_to_fresh_storage,
     overwritten,
+    refuse_overlapping,
     weights_set_to,
 )
 
@@ -117,6 +119,11 @@ class Stage:
         # With nothing in flight across an update all rules are plain autograd.
         plain = in_flight == 0 and kept_versions == 0
         self._rule: Rule | None = None if plain else rule
+        lent = self.corrector.predicts or self.corrector.rewinds
+        if kept_versions or self._rule == "stash" or (lent and not plain):  # weights will move
+            named = {id(p): (n, p) for m in self.modules for n, p in m.named_parameters()}
+            refuse_overlapping(self.index, named.values())
+            give_each_its_own(self.parameters)
         compiled = self.modules if isinstance(self._compiled, Compiled) else ()
         self._saved = SavedTensors(self.index, self.parameters, rule, compiled)
         self._kept_versions = kept_versions

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from offbeat.errors import ConfigurationError
-from offbeat.experiment import Choice, Experiment
+from offbeat.experiment import Choice, Experiment, plain
 from offbeat.runs import CONFIG, Run
 
 
@@ -93,15 +92,11 @@ def _check_same(found: Run, wanted: Experiment) -> None:
         stored = found.config.get(key, usual[key])  # a run may be older than a setting
         if key in ("data_folder", "device", "engine", "stages", "save_every", "keep"):
             continue
-        if _plain(stored) != _plain(value):
+        if plain(stored) != plain(value):
             raise ConfigurationError(
                 f"{found.folder} was run with {key}={stored!r}, and this study asks for {value!r}:"
                 " give another folder (--out)."
             )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
@@ -110,7 +105,9 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
     for run in runs:
         key = (_method_name(run), int(run.config["stages"]))
         by_seed.setdefault(key, {})[int(run.config["seed"])] = run
-    plain = {run.config["seed"]: _score(run) for run in runs if _method_name(run) == "synchronous"}
+    synchronous = {
+        run.config["seed"]: _score(run) for run in runs if _method_name(run) == "synchronous"
+    }
     cells = []
     for (method, stages), found in by_seed.items():
         cells.append(
@@ -119,7 +116,11 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
                 stages,
                 tuple(next(iter(found.values())).config["lags"]),
                 tuple(_score(run) for run in found.values()),
-                tuple(_score(run) - plain[seed] for seed, run in found.items() if seed in plain),
+                tuple(
+                    _score(run) - synchronous[seed]
+                    for seed, run in found.items()
+                    if seed in synchronous
+                ),
             )
         )
     return cells

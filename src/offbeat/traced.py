@@ -2,8 +2,9 @@
 
 ``torch.distributed.pipelining.pipeline`` records a forward (``torch.export``) and cuts the record.
 Parameters stay the model's own. A record is either of training or of evaluation, so there are two,
-and the model's mode decides which one runs. What a later stage needs of an earlier one than its
-neighbour travels through the stages in between. Records are of one shape; another is refused.
+and the model's mode decides which one runs; modules that are frozen in evaluation stay so in both.
+What a later stage needs of an earlier one than its neighbour travels through the stages in between.
+Records are of one shape; another is refused.
 """
 
 import operator
@@ -16,9 +17,9 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from offbeat import nest
-from offbeat.errors import ConfigurationError, other_shape
+from offbeat.errors import ConfigurationError, StageError, other_shape
 from offbeat.nest import Nest
-from offbeat.trunk import modes_kept
+from offbeat.trunk import modes_kept, set_mode
 
 _INPUT = "x"
 
@@ -47,11 +48,13 @@ def check_paths(model: nn.Module, paths: Sequence[str]) -> None:
 def traced_stages(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
     """The stages of a model split where the modules at ``paths`` are called."""
     records = []
-    with modes_kept(model):
-        for training in (True, False):
-            model.train(training)
+    modes: list[list[bool]] = []
+    for training in (True, False):
+        with modes_kept(model):
+            set_mode(model, training=training)
+            modes.append([module.training for module in model.modules()])
             records.append(_record(model, paths, x))
-    return [_Stage(model, *both) for both in zip(*records, strict=True)]
+    return [_Stage(model, modes, *both) for both in zip(*records, strict=True)]
 
 
 def _record(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
@@ -82,19 +85,58 @@ def _record(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
             f"cuts={list(paths)} make {pipe.num_stages} stages in the order in which the modules"
             " are called: give each path once, in that order."
         )
+    _refuse_shared(model, pipe)
     return _route(pipe, list(settings))
+
+
+def _refuse_shared(model: nn.Module, pipe: Any) -> None:
+    """One parameter in two stages would be trained by both; torch has made copies of it."""
+    for users in pipe.replicated_params:
+        stages = sorted(int(part.rpartition("_")[2]) for part in users)
+        raise ConfigurationError(
+            f"parameter {next(iter(users.values()))!r} of this {type(model).__name__} is used in"
+            f" stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}: stages update their own"
+            " weights, so one parameter cannot belong to two. Untie it, or cut so that all its uses"
+            " fall into one stage."
+        )
 
 
 class _Stage(nn.Module):
     """A stage's record of training and the one of evaluation, over the same weights."""
 
-    def __init__(self, model: nn.Module, training: nn.Module, evaluation: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modes: Sequence[Sequence[bool]],
+        training: nn.Module,
+        evaluation: nn.Module,
+    ) -> None:
         super().__init__()
         self.in_training, self.in_evaluation = training, evaluation
-        self._model = (model,)  # not a child: it decides the mode and lends its weights
+        # Not children: the model decides the mode and lends its weights.
+        self._modules_of_model = tuple(model.modules())
+        self._modes = [list(of_record) for of_record in modes]
 
     def forward(self, given: Nest) -> Nest:
-        return (self.in_training if self._model[0].training else self.in_evaluation)(given)
+        training = self._modules_of_model[0].training
+        recorded = self._modes[0 if training else 1]
+        if [module.training for module in self._modules_of_model] != recorded:
+            self._refuse_modes(recorded)
+        return (self.in_training if training else self.in_evaluation)(given)
+
+    def _refuse_modes(self, recorded: Sequence[bool]) -> None:
+        named = self._modules_of_model[0].named_modules()
+        name, now = next(
+            (name, module.training)
+            for (name, module), was in zip(named, recorded, strict=True)
+            if module.training != was
+        )
+        modes = "training", "evaluation"
+        raise StageError(
+            f"module {name!r} is in {modes[not now]} and was recorded in {modes[now]}: a traced"
+            " model keeps the modes that its modules had at the first batch. Put it back with"
+            f" .{'eval' if now else 'train'}(), or make a new Trainer."
+        )
 
 
 def _route(pipe: Any, names: Sequence[str]) -> list[nn.Module]:

@@ -24,15 +24,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from offbeat import __version__
 from offbeat.averaging import Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
-from offbeat.errors import BatchError, CheckpointError, ConfigurationError
+from offbeat.errors import BatchError, CheckpointError, ConfigurationError, unknown
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.guards import Guards, Update, Updates
 from offbeat.memory import StageMemory
-from offbeat.methods import Method, Phases, Synchronous, method_named
+from offbeat.methods import METHODS, Method, Phases, Synchronous, method_named
+from offbeat.names import kind_named
 from offbeat.optimizers import Muon
 from offbeat.planning import Auto, settings_of
 from offbeat.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
+from offbeat.sharding import shards_of
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, data_named, network_for
 
@@ -88,9 +90,7 @@ class Watcher(Protocol):
 
 def check_experiment(experiment: Experiment) -> None:
     """Refuses what could not be trained, without training it."""
-    data = data_named(
-        experiment.data.name, folder=experiment.data_folder, **experiment.data.settings
-    )
+    data = data_of(experiment)
     with redirect_stdout(io.StringIO()):  # "auto" explains itself when it runs
         trainer = build(experiment, data, 1)
     _check_batches(experiment, data, trainer)
@@ -98,18 +98,23 @@ def check_experiment(experiment: Experiment) -> None:
 
 def _check_batches(experiment: Experiment, data: Data, trainer: Trainer) -> None:
     """Whether the first and the last batch of an epoch can be trained on, before either is."""
-    if trainer.mesh_size > 1:  # a process sees its own part alone
-        return
+    parts = _parts_of_batches(trainer)
     size, drop_last = experiment.batch_size, experiment.drop_last
     count = data.train.count(size, train=True, drop_last=drop_last)
     for number in {0, count - 1}:
         x, _ = data.train.batch(size, number, train=True, augment=False, seed=0, epoch=0)
         rows = torch.zeros(len(x), device=trainer._device)
         try:
-            trainer._shards(rows, rows)
+            part = shards_of(rows, parts)[0]
+            trainer._shards(part, part)
         except BatchError as error:
             last = " It is the last of an epoch: --drop-last leaves it out." if number else ""
             raise ConfigurationError(f"{error}{last}") from None
+
+
+def _parts_of_batches(trainer: Trainer) -> int:
+    """Among how many processes the rows of a batch are divided."""
+    return trainer.replicas // len(trainer._here)
 
 
 def run_experiment(
@@ -124,9 +129,7 @@ def run_experiment(
     ``resume``: goes on from the newest checkpoint in the folder, if there is one.
     """
     device = device_of(experiment.device)
-    data = data_named(
-        experiment.data.name, folder=experiment.data_folder, **experiment.data.settings
-    )
+    data = data_of(experiment)
     loader = data.loader(
         experiment.batch_size,
         seed=experiment.seed,
@@ -194,19 +197,21 @@ def _train(
         if position < progress.steps_per_epoch:
             loader.seek(progress.epoch, position)
             batches = trainer.batches(loader)
+        parts = _parts_of_batches(trainer)
         began, rows = time.perf_counter(), 0
-        for x, y in batches:
+        for steps, (x, y) in enumerate(batches, 1):
             loss = trainer.step(x, y)
             progress.step += 1
-            rows += experiment.batch_size
-            progress.rows_per_s = rows / (time.perf_counter() - began)
+            # Stages in the middle see no rows; the first one is the one that reports.
+            rows += experiment.batch_size if x is None else parts * len(x)
+            elapsed = time.perf_counter() - began
+            progress.rows_per_s = rows / elapsed
             if loss is not None:
                 progress.add(loss)
             for watcher in watchers:
                 watcher.step(trainer, progress)
             done = progress.step == experiment.max_steps
-            steps_per_s = progress.rows_per_s / experiment.batch_size
-            stopped = not done and trainer.stop_together(interrupted(), steps_per_s)
+            stopped = not done and trainer.stop_together(interrupted(), steps / elapsed)
             if stopped or saver.is_due:
                 saver.save(trainer)
             if done or stopped:
@@ -244,6 +249,16 @@ def _evaluate(
 # ------------------------------------------------------------------------- building
 
 
+def data_of(experiment: Experiment) -> Data:
+    choice = experiment.data
+    if "folder" in choice.settings:
+        raise ConfigurationError(
+            f"data {choice.name}: the folder is given by --data-folder, not as a setting:"
+            f" --data-folder {choice.settings['folder']}."
+        )
+    return data_named(choice.name, folder=experiment.data_folder, **choice.settings)
+
+
 def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
     """The trainer an experiment describes."""
     torch.manual_seed(experiment.seed)
@@ -275,17 +290,34 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
 def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         raise ConfigurationError(f"device={name!r}: give cpu, cuda or cuda:1.") from None
+    if device.type == "meta":
+        raise ConfigurationError(f"device={name!r}: it holds no numbers. Give --device cpu.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device={name!r}: PyTorch sees no GPU here. Give --device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device={name!r}: PyTorch sees {torch.cuda.device_count()} GPUs here, counted from 0."
+            " Give the number of one of them."
+        )
+    if device.type != "cuda":  # there a tensor would take memory of a GPU that others use
+        try:
+            torch.zeros(1, device=device)
+        except (RuntimeError, ImportError, AssertionError):
+            raise ConfigurationError(
+                f"device={name!r}: PyTorch cannot use it here. Give --device cpu."
+            ) from None
     return device
 
 
 def method_of(experiment: Experiment, steps_per_epoch: int) -> Method | Auto:
-    if experiment.method.name == "auto":
+    name = experiment.method.name
+    if name.lower() == "auto":
         return _auto(experiment)
-    method = method_named(experiment.method.name, **experiment.method.settings)
+    if kind_named(METHODS, name) is None:  # in words that know of "auto", which is no method itself
+        raise unknown("method", name, [*(kind.name for kind in METHODS), "auto"])
+    method = method_named(name, **experiment.method.settings)
     if experiment.hybrid is None:
         return method
     return Phases((method, experiment.hybrid * steps_per_epoch), (Synchronous(), None))

@@ -10,8 +10,8 @@ head), written as one ``forward``. It is cut between blocks without touching tha
   before the trunk and the finished hidden state in its place, so that the suffix sees the real one.
 
 This is right only for models in which blocks hand each other nothing but the hidden state, and in
-which the suffix uses nothing of the prefix. Both ways are run on the first batch, and a model that
-is not like that is refused.
+which the suffix uses nothing of the prefix. Both ways are run on the first batch, also on random
+weights, behind which nothing can hide, and a model that is not like that is refused.
 """
 
 import copy
@@ -19,11 +19,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from offbeat import nest
 from offbeat.errors import ConfigurationError
@@ -93,6 +95,10 @@ class Anatomy:
     """Modules, by id, called before the first block."""
     returns_tuple: bool = False
     """Whether blocks return the hidden state in a tuple."""
+    early_buffers: set[int] = field(default_factory=set)
+    """Modules, by id, whose buffers belong to the first stage; those of others to the last."""
+    shared_buffers: set[tuple[int, str]] = field(default_factory=set)
+    """Buffers, by module and name, that the end to which they do not belong reads."""
 
 
 def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
@@ -102,11 +108,13 @@ def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
     outputs: list[Any] = []
     anatomy = Anatomy(trunk)
     hidden: list[Tensor] = []
+    uses = _BufferUses(model, trunk)
 
     def before(_: nn.Module, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         calls.append((arguments, settings))
         if len(calls) > 1:
             return None
+        uses.go_on("between")
         if not arguments or not isinstance(arguments[0], Tensor):
             raise ConfigurationError(
                 f"the blocks of {trunk} are not called with a tensor first, so the hidden state is"
@@ -118,6 +126,8 @@ def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         outputs.append(output)
+        if len(outputs) == len(blocks):
+            uses.go_on("behind")
 
     def seen(module: nn.Module, *_: Any) -> None:
         if not calls:
@@ -127,8 +137,10 @@ def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
     hooks += [block.register_forward_hook(after) for block in blocks]
     hooks += [module.register_forward_pre_hook(seen) for module in model.modules()]
     try:
-        with torch.enable_grad(), _all_trainable(model):
-            call(model, x)
+        with torch.enable_grad(), _all_trainable(model), modes_kept(model):
+            set_mode(model, training=True)
+            with uses.watched():
+                call(model, x)
             parameters = list(model.parameters())
             found = (
                 torch.autograd.grad(hidden[0].sum(), parameters, allow_unused=True)
@@ -144,7 +156,105 @@ def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
     anatomy.returns_tuple = isinstance(outputs[0], tuple) if outputs else False
     _refuse_ties(model, anatomy)
     _check_chain(model, trunk, len(blocks), calls, outputs)
+    uses.divide(anatomy)
     return anatomy
+
+
+class _BufferUses:
+    """Which buffers outside the blocks are used and written before, between and behind them."""
+
+    def __init__(self, model: nn.Module, trunk: str) -> None:
+        self._model = model
+        inside = set(model.get_submodule(trunk).modules())
+        self._modules = {n: m for n, m in model.named_modules() if m not in inside and m._buffers}
+        self._place = "before"
+        self._used: dict[tuple[int, str], set[str]] = {}
+        self._written: dict[tuple[int, str], set[str]] = {}
+        self._last = self._values()
+
+    def _values(self) -> dict[tuple[int, str], tuple[Tensor | None, Tensor | None]]:
+        return {
+            (id(module), key): (buffer, None if buffer is None else buffer.detach().clone())
+            for module in self._modules.values()
+            for key, buffer in module._buffers.items()
+        }
+
+    def go_on(self, place: str) -> None:
+        """Notes what was written since the last place, and goes on to the next."""
+        values = self._values()
+        for at, (now, copied) in values.items():
+            before, was = self._last.get(at, (None, None))
+            if now is not before or not same_bits(copied, was):
+                self._written.setdefault(at, set()).add(self._place)
+        self._place, self._last = place, values
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        kept = {module: module._buffers for module in self._modules.values()}
+        for module, buffers in kept.items():
+            module._buffers = _Watched(buffers, partial(self._use, module))
+        try:
+            yield
+            self.go_on("")
+        finally:
+            for module, buffers in kept.items():
+                for key, buffer in module._buffers.items():
+                    buffers.setdefault(key, buffer)  # registered by this very forward
+                module._buffers = buffers
+
+    def _use(self, module: nn.Module, key: str) -> None:
+        self._used.setdefault((id(module), key), set()).add(self._place)
+
+    def divide(self, anatomy: Anatomy) -> None:
+        """Says which end gets which buffers, and refuses one that both would need."""
+        anatomy.early_buffers = set(anatomy.prefix_modules)
+        for path, module in self._modules.items():
+            ends: dict[str, str] = {}  # an end that writes, and what
+            for key in module._buffers:
+                name = f"{path}.{key}".lstrip(".")
+                written = self._written.get((id(module), key), set())
+                used = written | self._used.get((id(module), key), set()) - {"between"}
+                if (written and len(used) > 1) or "between" in written:
+                    self._refuse(f"buffer {name!r}", written, used)
+                ends |= dict.fromkeys(written, name)
+            if len(ends) > 1:
+                names = " and ".join(map(repr, ends.values()))
+                self._refuse(f"one of the buffers {names}", {"before"}, {"behind"})
+            if "before" in ends:
+                anatomy.early_buffers.add(id(module))
+            elif "behind" in ends:
+                anatomy.early_buffers.discard(id(module))
+            other = "behind" if id(module) in anatomy.early_buffers else "before"
+            anatomy.shared_buffers |= {
+                (id(module), key)
+                for key in module._buffers
+                if other in self._used.get((id(module), key), ())
+            }
+
+    def _refuse(self, what: str, written: set[str], used: set[str]) -> None:
+        raise ConfigurationError(
+            f"{what} of this {type(self._model).__name__} is written"
+            f" {' and '.join(sorted(written))} the blocks and used {' and '.join(sorted(used))}"
+            " them: the ends are stages of their own, and what one writes the other does not see."
+            " Give each end a module with its own buffers, or pass a list of modules, one per"
+            " stage."
+        )
+
+
+class _Watched(dict[str, Tensor | None]):
+    """The buffers of a module, which tell when one is asked for or assigned."""
+
+    def __init__(self, buffers: dict[str, Tensor | None], tell: Callable[[str], None]) -> None:
+        super().__init__(buffers)
+        self._tell = tell
+
+    def __getitem__(self, key: str) -> Tensor | None:
+        self._tell(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Tensor | None) -> None:
+        self._tell(key)
+        super().__setitem__(key, value)
 
 
 def _check_chain(
@@ -203,7 +313,7 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
+        return _equal(one, other)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_same, one, other))
     return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)
@@ -218,6 +328,41 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def set_mode(model: nn.Module, *, training: bool) -> None:
+    """Puts a model into training, each module in the mode that it has there, or evaluation."""
+    # train() recurses: in a model that is in training already it would wake frozen BatchNorms.
+    if not (training and model.training):
+        model.train(training)
+
+
+@contextmanager
+def random_weights(model: nn.Module) -> Iterator[None]:
+    """Lends a model weights of which none is zero or like another, and puts its own back.
+
+    What a model computes at its own may hide what it is: a head that begins at zero makes all that
+    comes before look unused. Signs and sizes stay, so that what runs on its own weights runs on
+    these; the generators of others are left alone.
+    """
+    # Kept on the host: the device may have no room for the weights twice.
+    own = [
+        (p.data, p.detach().to("cpu", copy=True))
+        for p in model.parameters()
+        if not is_lazy(p) and (p.is_floating_point() or p.is_complex())
+    ]
+    try:
+        for number, (values, _) in enumerate(own):
+            generator = torch.Generator(values.device).manual_seed(number)
+            noise = torch.rand(values.shape, generator=generator, device=values.device) * 2 - 1
+            inputs = values[0].numel() if values.dim() > 1 and len(values) else 1
+            small = 0.2 * max(1, inputs) ** -0.5  # so that deep models do not overflow
+            # Through .data: to graphs of the caller's this is no change.
+            values.copy_(torch.where(values == 0, small * noise, values * (1 + noise / 2)))
+        yield
+    finally:
+        for values, kept in own:
+            values.copy_(kept)
 
 
 @contextmanager
@@ -282,7 +427,8 @@ class _Body:
     """A copy of a model's frame around its own submodules, with another trunk and fewer weights.
 
     Modules are copied without their tensors. A parameter that belongs to another stage becomes a
-    plain attribute: zeros that take no memory. So does a buffer, which becomes a copy.
+    plain attribute: zeros that take no memory. So does a buffer, which becomes a copy: what runs
+    here for nothing may write it. One that is read here and never written stays the model's.
     """
 
     def __init__(
@@ -304,10 +450,11 @@ class _Body:
                 frame.__dict__[key] = stand_in.expand(parameter.shape)
         # The very dict: a forward that assigns a buffer anew assigns the model's.
         frame._buffers = module._buffers
-        if (id(module) in self._anatomy.prefix_modules) != self._first:
+        if (id(module) in self._anatomy.early_buffers) != self._first:
             frame._buffers = {}
             for key, buffer in module._buffers.items():
-                frame.__dict__[key] = None if buffer is None else buffer.clone()
+                shared = (id(module), key) in self._anatomy.shared_buffers
+                frame.__dict__[key] = buffer if shared or buffer is None else buffer.clone()
         frame._modules = {
             key: None if child is None else self._copy(child, f"{name}.{key}".lstrip("."), trunk)
             for key, child in module._modules.items()
@@ -379,4 +526,12 @@ def _hidden_of(output: Any) -> Any:
 def same_bits(one: Nest, other: Nest) -> bool:
     """Whether two outputs hold the same tensors, to the bit."""
     ours, theirs = nest.tensors(one), nest.tensors(other)
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
+        return False
+    return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())

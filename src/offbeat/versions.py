@@ -256,6 +256,50 @@ def _cast_from(tensor: Tensor, known: set[int]) -> nn.Parameter | None:
     return parameter if whole else None
 
 
+def refuse_overlapping(stage: int, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Two parameters over the same numbers are one weight, and versions of it would be two."""
+    sharing: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        if storage := parameter.untyped_storage().data_ptr():
+            sharing.setdefault(storage, []).append((name, parameter))
+    for found in sharing.values():
+        if len(found) == 1:
+            continue
+        # Whose each number is: views may be interleaved, as columns are, and yet not overlap.
+        least = min(parameter.element_size() for _, parameter in found)
+        size = found[0][1].untyped_storage().nbytes() // least
+        owner = torch.zeros(size, dtype=torch.int32)
+        for number, (name, parameter) in enumerate(found, 1):
+            width = parameter.element_size() // least
+            own = owner.as_strided(
+                (*parameter.size(), width),
+                (*(step * width for step in parameter.stride()), 1),
+                parameter.storage_offset() * width,
+            )
+            other = int(own.max()) if own.numel() else 0
+            if other:
+                raise StageError(
+                    f"stage {stage}: {found[other - 1][0]!r} and {name!r} are two parameters in the"
+                    " same memory, and this stage lags and keeps versions of each by itself, so"
+                    " that an update of one would no longer reach the other. Tie them by assigning"
+                    " one nn.Parameter to both modules, or give each its own:"
+                    " nn.Parameter(view.clone())."
+                )
+            own.fill_(number)
+
+
+def give_each_its_own(parameters: Sequence[nn.Parameter]) -> None:
+    """Moves parameters that are views of a larger tensor out of it.
+
+    The hooks tell a weight by its storage, and a view by where it begins in one.
+    """
+    move_to_fresh_storage(
+        parameter
+        for parameter in parameters
+        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size()
+    )
+
+
 def move_to_fresh_storage(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Lets the next in-place update leave the present values alone; returns aliases of them."""
     old = []

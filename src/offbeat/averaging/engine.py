@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from offbeat.averaging.base import Averaging, Plan
 from offbeat.averaging.compression import Codec, Int8, codec_for
+from offbeat.averaging.moments import MomentPlace, Moments
 from offbeat.averaging.rows import dtype_of, flatten, mean_of, unflatten, write
 from offbeat.errors import ConfigurationError
 from offbeat.ledger import Ledger
@@ -215,6 +216,9 @@ class _Fragment:
         relative = averaging.compress is not None and self.outer.sends == "weights"
         self._known: Tensor | None = weights if relative else None
         self._measured_from: dict[int, Tensor] = {}
+        self._moments = Moments(parameters, stage.optimizers, stage.index)
+        self._moments_sent: dict[int, list[MomentPlace]] = {}
+        """By the number of an average under way: an optimizer may keep more when it is merged."""
 
     def start(self, version: int) -> list[Tensor]:
         """What this replica contributes to an average that starts now."""
@@ -226,13 +230,15 @@ class _Fragment:
             self._measured_from[version] = self._known
             part = part - self._known
         parts = self._codec.encode(part)
-        if self._policy == "average" and (state := self._optimizer_state()):
-            parts.append(flatten(state))
+        if self._policy == "average":
+            self._moments_sent[version], moments = self._moments.parts()
+            parts += moments
         return parts
 
     def merge(self, number: int, gathered: Gathered | None) -> None:
         """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
         mean = None if gathered is None else self._mean_of(number, gathered)
+        moments = self._moments_sent.pop(number, []) if gathered is not None else []
         self._row = now = flatten(self._parameters, self._row)
         target = self.outer.target(mean, now)
         if gathered is not None and not self.outer.sends_first:
@@ -240,16 +246,21 @@ class _Fragment:
         if target is None:
             return
         write(self._merged(target, now), self._parameters)
-        if self._policy == "average" and gathered is not None:
-            self._merge_state(gathered)
+        if moments and gathered is not None:
+            sent = [parts[self._width :] for parts in gathered.parts]
+            self._moments.merge(moments, sent, self._keep)
         elif self._policy == "reset":
             for optimizer in self._stage.optimizers:
                 for parameter in self._parameters:
                     optimizer.state.pop(parameter, None)
 
+    @property
+    def _width(self) -> int:
+        """How many of the parts on the wire are the weights."""
+        return 2 if isinstance(self._codec, Int8) else 1
+
     def _mean_of(self, number: int, gathered: Gathered) -> Tensor:
-        width = 2 if isinstance(self._codec, Int8) else 1
-        rows = [self._codec.decode(parts[:width]) for parts in gathered.parts]
+        rows = [self._codec.decode(parts[: self._width]) for parts in gathered.parts]
         mean = mean_of(rows, gathered.replicas)
         if self._known is not None:
             mean = self._known = self._measured_from.pop(number) + mean
@@ -268,26 +279,6 @@ class _Fragment:
         now.sub_(sent).mul_(self._progress)
         return now.add_((sent - target).mul_(self._keep).add_(target))
 
-    def _merge_state(self, gathered: Gathered) -> None:
-        """Moments by the convex rule alone: Adam's second moment must not become negative."""
-        state = self._optimizer_state()
-        if state:
-            mean = mean_of([parts[-1] for parts in gathered.parts], gathered.replicas)
-            write(mean + self._keep * (flatten(state) - mean), state)
-
-    def _optimizer_state(self) -> list[Tensor]:
-        """Momentum and moments: whatever an optimizer keeps in the shape of a weight."""
-        return [
-            value
-            for parameter in self._parameters
-            for optimizer in self._stage.optimizers
-            for _, value in sorted(optimizer.state.get(parameter, {}).items())
-            if isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.shape == parameter.shape
-            and value.dim() > 0
-        ]
-
     def snapshot(self) -> dict[str, Any]:
         return {
             "outer": _attributes(self.outer),
@@ -296,6 +287,10 @@ class _Fragment:
             "sent": self._sent,
             "known": self._known,
             "measured_from": dict(self._measured_from),
+            "moments_sent": {
+                number: [tuple(moment) for moment in sent]
+                for number, sent in self._moments_sent.items()
+            },
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -303,12 +298,18 @@ class _Fragment:
         _set_attributes(self._codec, state["codec"])
         self.started, self._sent = state["started"], state["sent"]
         self._known, self._measured_from = state["known"], state["measured_from"]
+        # A checkpoint from before they were noted: its average under way is merged without them.
+        self._moments_sent = {
+            number: [MomentPlace(*moment) for moment in sent]
+            for number, sent in state.get("moments_sent", {}).items()
+        }
 
     def settle(self) -> None:
         weights = flatten(self._parameters)
         self.outer.settle(weights)
         self.started = self._sent = None
         self._measured_from.clear()
+        self._moments_sent.clear()
         if self._known is not None:
             self._known = weights
 

@@ -319,10 +319,12 @@ def study(
     """How much staleness can this model take? Methods x stages x seeds, compared with BP."""
     from offbeat.study import cells_of, plan, run_study
 
-    for flag in ("method", "seed", "stages", "cuts", "ppv"):
-        if flags.get(flag) is not None:
+    given = given_settings(config, flags)
+    for name in ("method", "seed", "stages", "cuts", "ppv"):
+        if name in given:
+            source = f"--{name}" if flags.get(name) is not None else f"{name} in {config}"
             raise ConfigurationError(
-                f"--{flag} is what a study varies: use --methods, --stage-counts and --seeds."
+                f"{source} is what a study varies: use --methods, --stage-counts and --seeds."
             )
     experiment = read_experiment(config, flags)
     folder = Path(out or f"studies/{experiment.model.name}-{experiment.data.name}")

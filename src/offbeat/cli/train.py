@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from offbeat.errors import ConfigurationError
-from offbeat.experiment import Choice, Experiment
+from offbeat.experiment import Choice, Experiment, plain
 from offbeat.runs import Run
 
 ConfigOption = Annotated[
@@ -76,7 +76,6 @@ def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
 
 def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {} if config is None else Experiment.from_toml(config)
-    values = {key.replace("-", "_"): value for key, value in values.items()}
     return values | {k: v for k, v in flags.items() if v is not None and v != []}
 
 
@@ -86,9 +85,10 @@ def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
     names = [f.name for f in fields(Experiment)]
     stored = Experiment.read({name: config[name] for name in names if name in config})
     asked = Experiment.read(given)
+    before, after = plain(stored.as_dict()), plain(asked.as_dict())
     for name in given:
         then, now = getattr(stored, name), getattr(asked, name)
-        if name not in _FREE and then != now:
+        if name not in _FREE and before[name] != after[name]:
             raise ConfigurationError(
                 f"{folder} was started with {name}={_text(then)}, and --resume goes on with the"
                 f" same run: leave out {name}={_text(now)}, or start another one (--out)."

@@ -15,7 +15,6 @@ from offbeat.corrections.monitor import Monitor, Watch
 from offbeat.corrections.seen import ReadWeights
 from offbeat.readings import What
 
-
 _SIZES = "lag and micro-batches"
 
 

@@ -16,6 +16,7 @@ from offbeat.zoo.data.base import Data
 from offbeat.zoo.gpt import gpt
 from offbeat.zoo.mlp import mlp
 from offbeat.zoo.resnet import resnet
+from offbeat.zoo.settings import check_types
 from offbeat.zoo.wide import resnet18, wrn28_10
 
 Build = Callable[..., nn.Sequential]
@@ -37,7 +38,7 @@ NETWORKS: dict[str, Build] = {
 }
 
 
-def network(name: str, **settings: Any) -> nn.Sequential:
+def network(name: str, /, **settings: Any) -> nn.Sequential:
     """A network by its name; hyphens, underscores and capitals do not matter.
 
     ``settings`` are the arguments of its function. Other CIFAR ResNets work by name too, for
@@ -85,9 +86,13 @@ def _check_settings(name: str, build: Build, settings: dict[str, Any]) -> None:
             f"network {name} needs {' and '.join(missing)}: give them as settings, for example"
             f" {missing[0]}=256."
         )
+    check_types(f"network {name}", build, settings)
+    dropout = settings.get("dropout", 0)
+    if not 0 <= dropout <= 1:
+        raise ConfigurationError(f"network {name}: dropout={dropout!r}: give a share from 0 to 1.")
 
 
-def network_for(data: Data, name: str, **settings: Any) -> nn.Sequential:
+def network_for(data: Data, name: str, /, **settings: Any) -> nn.Sequential:
     """A network that fits the data: its classes, channels, vocabulary, ... are filled in.
 
     It is tried without memory or arithmetic first, so that a misfit is answered with words.
@@ -105,8 +110,16 @@ def network_for(data: Data, name: str, **settings: Any) -> nn.Sequential:
     try:
         with torch.device("meta"):
             output = build(**fitting)(row)
+    except ConfigurationError:
+        raise
     except (RuntimeError, IndexError) as error:
         raise _misfit(data, name) from error
+    except (ValueError, TypeError, ArithmeticError) as error:  # torch's words for a single value
+        given = ", ".join(f"{key}={value!r}" for key, value in fitting.items())
+        raise ConfigurationError(
+            f"network {name} cannot be made with {given}: {str(error).partition(chr(10))[0]}."
+            " Give values that it takes."
+        ) from error
     if output.shape != (2, *((*data.shape, data.vocabulary) if whole else (data.classes,))):
         raise _misfit(data, name)
     return build(**fitting)

@@ -1,5 +1,6 @@
 """The data sets, each found by its files and described for training."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
@@ -20,6 +21,7 @@ from offbeat.zoo.data.folders import read_folder
 from offbeat.zoo.data.formats import read_cifar, read_idx, unpacked
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
 from offbeat.zoo.data.text import Unit, encoding, token_loss, tokens
+from offbeat.zoo.settings import check_types
 
 Folder = str | Path | None
 
@@ -95,6 +97,8 @@ def image_folder(
         raise ConfigurationError(
             "data 'images' needs folder=...: one that holds a sub-folder of images per class."
         )
+    if pad is not None and pad < 0:
+        raise ConfigurationError(f"data 'images': pad={pad}: give a border of 0 pixels or more.")
     read = read_folder(Path(folder), side, channels, test_share, seed)
     scale = scale_of(read.train[0])
     augmentation = Augmentation(pad=side // 8 if pad is None else pad, flip=flip)
@@ -195,7 +199,7 @@ DATA: dict[str, Callable[..., Data]] = {
 }
 
 
-def data_named(name: str, folder: Folder = None, **settings: Any) -> Data:
+def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
     """A data set by name; hyphens, underscores and capitals do not matter.
 
     It is looked for in ``folder``, then in the cache ($OFFBEAT_DATA, otherwise ~/.cache/offbeat),
@@ -212,6 +216,7 @@ def data_named(name: str, folder: Folder = None, **settings: Any) -> Data:
     for setting in settings:
         if setting not in known:
             raise unknown(f"setting of data {name}:", setting, known)
+    check_types(f"data {name}", build, settings)
     return build(folder, **settings)
 
 
@@ -258,7 +263,9 @@ def _text(
     name: str, parts: Sequence[bytes], unit: Unit, context: int, folder: Folder, download: bool
 ) -> Data:
     """Parts are train and test, or train, validation and test."""
-    chosen = encoding(unit, b"".join(parts), partial(gpt2_tokens, folder, download=download))
+    # A part may end without a line end, and its last word is not the beginning of the next.
+    whole = (b"\n" if unit == "words" else b"").join(parts)
+    chosen = encoding(unit, whole, partial(gpt2_tokens, folder, download=download))
     sources = [tokens(chosen.encode(part), chosen.size, context) for part in parts]
     return Data(
         name=name,
@@ -273,13 +280,30 @@ def _text(
 
 
 def _cut(whole: bytes, places: Sequence[int], unit: Unit) -> list[bytes]:
-    """Contiguous parts; unless bytes are the unit, no character of several is cut in two."""
+    """Contiguous parts; no word is cut in two where words are the unit, and no character of several
+    bytes unless bytes are."""
     moved = []
     for place in places:
         while unit != "bytes" and place < len(whole) and whole[place] & 0xC0 == 0x80:
             place += 1
-        moved.append(place)
+        moved.append(_after_word(whole, place) if unit == "words" else place)
     return [whole[start:end] for start, end in pairwise([0, *moved, len(whole)])]
+
+
+def _after_word(whole: bytes, place: int) -> int:
+    """The place itself between two words; otherwise behind the word and the space after it.
+
+    A line end stays with its line, for a part that began with one would begin with a line of no
+    words.
+    """
+    before = whole[max(0, place - 4) : place].decode(errors="ignore")  # a character or more
+    if before[-1:].isspace():
+        return place
+    # Bytes that are no text are refused later, in words.
+    rest = whole[place:].decode(errors="surrogateescape")
+    space = re.search(r"\s", rest)
+    skipped = rest if space is None else rest[: space.end()]
+    return place + len(skipped.encode(errors="surrogateescape"))
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -1,0 +1,136 @@
+"""Averages of momentum and Adam's moments: whatever an optimizer keeps in the shape of a weight.
+
+Replicas need not have the same ones: the update of one may have been dropped, or a weight may have
+had a gradient in another replica only. Yet their rows of numbers must have the same places, or they
+could not be gathered. So a row has a place for everything an optimizer keeps once it has stepped a
+weight, zeros where there is nothing yet, and says which places count.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offbeat.averaging.rows import flatten, mean_of
+from offbeat.errors import ConfigurationError
+from offbeat.rng import seeded
+
+
+class MomentPlace(NamedTuple):
+    """One place in a row, by numbers, so that a checkpoint can name it."""
+
+    parameter: int
+    optimizer: int
+    name: str
+
+
+class Moments:
+    """What the optimizers of some parameters keep."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer], stage: int
+    ) -> None:
+        self._parameters = parameters
+        self._optimizers = optimizers
+        self._stage = stage
+
+    def parts(self) -> tuple[list[MomentPlace], list[Tensor]]:
+        """The places of a row, and on the wire: the row, and for each place whether it counts."""
+        places: list[MomentPlace] = []
+        values: list[Tensor] = []
+        there: list[float] = []
+        to_come: dict[Any, dict[str, Tensor]] = {}
+        for place, optimizer in enumerate(self._optimizers):
+            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            for number, parameter in enumerate(self._parameters):
+                if id(parameter) not in groups:
+                    continue
+                found = _shaped_like(parameter, optimizer.state.get(parameter, {}))
+                counts = bool(found)
+                if not found:
+                    group = groups[id(parameter)]
+                    same = (place, id(group), parameter.shape, parameter.dtype)
+                    if same not in to_come:
+                        to_come[same] = self._to_come(optimizer, group, parameter)
+                    found = to_come[same]
+                places += [MomentPlace(number, place, name) for name in found]
+                values += found.values()
+                there += [float(counts)] * len(found)
+        if not places:
+            return [], []
+        row = flatten(values)
+        return places, [row, row.new_tensor(there)]
+
+    def _to_come(
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter
+    ) -> dict[str, Tensor]:
+        """Zeros for what the optimizer will keep of a weight that it has not stepped yet."""
+        dense = torch.zeros_like(parameter).detach()
+        for gradient in (dense, dense.to_sparse(1) if dense.dim() else dense):
+            stand_in = nn.Parameter(dense.clone())
+            stand_in.grad = gradient
+            try:
+                with seeded(0, parameter.device):
+                    state = _after_a_step(optimizer, group, stand_in)
+            except Exception as error:
+                refused = error  # SparseAdam wants no dense gradient, others no sparse one
+            else:
+                return {
+                    name: torch.zeros_like(value)
+                    for name, value in _shaped_like(stand_in, state).items()
+                }
+        raise ConfigurationError(
+            f"optimizer_state='average': a weight of stage {self._stage} has not been stepped yet,"
+            f" and what {type(optimizer).__name__} keeps of one could not be found out with a"
+            f" stand-in ({type(refused).__name__}: {refused}). Use optimizer_state='keep' or"
+            " 'reset', or an optimizer that steps any parameter of its groups."
+        )
+
+    @torch.no_grad()
+    def merge(
+        self, places: Sequence[MomentPlace], parts: Sequence[Sequence[Tensor]], keep: float
+    ) -> None:
+        """Moves what is kept now towards the mean of what was sent, if anything was.
+
+        By the convex rule alone: Adam's second moment must not become negative.
+        """
+        # Sums, whether they were made on the way or not; each is divided by its own count.
+        total, counts = (mean_of([own[part] for own in parts], 1) for part in (0, 1))
+        sizes = [self._parameters[place.parameter].numel() for place in places]
+        for place, summed, count in zip(places, total.split(sizes), counts.tolist(), strict=True):
+            parameter = self._parameters[place.parameter]
+            state = self._optimizers[place.optimizer].state.get(parameter, {})
+            now = _shaped_like(parameter, state).get(place.name)
+            if now is not None and count:
+                mean = summed.view(now.shape) / count
+                now.copy_(mean + keep * (now.to_dense().to(mean.dtype) - mean))
+
+
+def _shaped_like(parameter: nn.Parameter, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {
+        name: value
+        for name, value in sorted(state.items())
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.shape == parameter.shape
+        and value.dim() > 0
+    }
+
+
+def _after_a_step(
+    optimizer: Optimizer, group: dict[str, Any], stand_in: nn.Parameter
+) -> Mapping[Any, Any]:
+    """What an optimizer like this one keeps of a parameter that it has stepped once."""
+    like = object.__new__(type(optimizer))
+    vars(like).update(vars(optimizer))
+    vars(like).pop("step", None)  # a scheduler's, which would step the optimizer itself
+    like.param_groups = [{**group, "params": [stand_in]}]
+    like.state = defaultdict(dict)
+    like._optimizer_step_pre_hooks = OrderedDict()
+    like._optimizer_step_post_hooks = OrderedDict()
+    type(optimizer).step(like)
+    found: Mapping[Any, Any] = like.state[stand_in]
+    return found

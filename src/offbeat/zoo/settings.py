@@ -1,0 +1,59 @@
+"""Settings of networks and data sets, checked against what their functions say they take."""
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from offbeat.errors import ConfigurationError
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    Path: "a path",
+    NoneType: "None",
+}
+
+
+def check_types(what: str, build: Callable[..., Any], settings: Mapping[str, object]) -> None:
+    """Refuses values of another type than annotated: text from a command line may be anything.
+
+    Annotations that are not of the kinds below, as choices among words, are left to ``build``.
+    """
+    for name, value in settings.items():
+        kind = signature(build).parameters[name].annotation
+        if not _fits(kind, value):
+            raise ConfigurationError(f"{what}: {name}={value!r}: give {_wanted(kind, value)}.")
+
+
+def _fits(kind: Any, value: object) -> bool:
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if kind in _WORDS:
+        return isinstance(value, kind)
+    if get_origin(kind) is Sequence:
+        (inner,) = get_args(kind)
+        return isinstance(value, list | tuple) and all(_fits(inner, part) for part in value)
+    options = _options(kind)
+    return not options or any(_fits(option, value) for option in options)
+
+
+def _wanted(kind: Any, value: object) -> str:
+    if get_origin(kind) is Sequence:
+        return "whole numbers, as in (1,2)"
+    options = _options(kind) or (kind,)
+    if Path in options:
+        return f"a path, as in './{value}'"  # a name of digits alone reads as a number
+    return " or ".join(_WORDS[option] for option in options)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """Of a union of known types; none for anything else."""
+    parts = get_args(kind)
+    return parts if parts and all(part in _WORDS for part in parts) else ()
