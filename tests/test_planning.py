@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,18 @@ def test_auto_sees_batch_norm_wherever_it_is() -> None:
     assert "a momentum of 0.013 for PyTorch's 0.1" in said
     assert "0.1 keeps" not in str(plan_for(8, "momentum", Auto(batch=128)))
     assert "0.1 keeps" not in str(plan_for(2, "momentum", Auto(batch=8), batch_norm=True))
+
+
+def test_auto_warns_of_parts_that_are_smaller_than_it_would_make_them() -> None:
+    layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 4)]
+    model = nn.Sequential(*layers).double()
+    words = r"16 rows in 3 parts leaves 5 in a part.* at least 8\. Give method=Auto\(batch=16\)"
+    with pytest.warns(UserWarning, match=words):
+        trainer_for(model, "auto", cuts=[2, 3]).step(*vector_batches(1, rows=16)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_for(model, Auto(batch=16), cuts=[2, 3]).step(*vector_batches(1, rows=16)[0])
+        trainer_for(model, "auto", cuts=[2, 3]).step(*vector_batches(1, rows=24)[0])
 
 
 def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:

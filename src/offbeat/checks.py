@@ -264,6 +264,17 @@ def check_rows(batch: Nest, parts: int, method: Method, *, by_auto: bool) -> Non
             )
 
 
+def warn_of_small_parts(batch: Nest, parts: int, plan: Plan) -> None:
+    """Of a first batch whose size "auto" did not know."""
+    rows = rows_of(batch) if nest.tensors(batch) else 0
+    if parts > 1 and rows and rows // parts < plan.least_rows:
+        warnings.warn(
+            f"auto: a batch of {rows} rows in {parts} parts leaves {rows // parts} in a part, where"
+            f" it would keep at least {plan.least_rows}. Give method=Auto(batch={rows}).",
+            stacklevel=3,
+        )
+
+
 def check_traced_shapes(pieces: Sequence[Nest], traced: Nest) -> None:
     """``traced``: what the model was recorded for; None before that."""
     wanted = _shapes_of(pieces[0] if traced is None else traced)

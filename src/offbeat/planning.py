@@ -1,7 +1,7 @@
 """The least staleness that keeps every stage busy, and what to do about the rest."""
 
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from math import ceil
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -88,12 +88,15 @@ class Plan:
     method: Method
     corrections: tuple[str, ...]
     reasons: tuple[str, ...]
+    least_rows: int = 1
+    """Of a part, for batches whose size nobody has said."""
 
     def with_own(self, corrections: Sequence[Named]) -> "Plan":
         """The same method with corrections that somebody else has chosen."""
         about_method = self.reasons[:-1] if len(self.reasons) > 1 else self.reasons
         spelled = tuple(map(_spelled, corrections))
-        return Plan(self.method, spelled, (*about_method, "corrections as they were given"))
+        reasons = (*about_method, "corrections as they were given")
+        return replace(self, corrections=spelled, reasons=reasons)
 
     def __str__(self) -> str:
         """As ``--method`` and ``--correction`` would say it, and why."""
@@ -144,7 +147,7 @@ def plan_for(
         reasons.append(_slow_statistics(parts))
     late = method.depths(stages)[0] / method.micro_batches(stages)
     corrections, why = _corrections_for(optimizer, lags[0], late)
-    return Plan(method, corrections, (*reasons, why))
+    return Plan(method, corrections, (*reasons, why), least_rows)
 
 
 def _least_lag(

@@ -353,6 +353,8 @@ class Trainer:
         let_in(self)
         self._enter_next_phase()
         shards = self._shards(x, y)
+        if self._plan is not None and self._step == 0:
+            checks.warn_of_small_parts(shards[0], self._schedule.micro_batches, self._plan)
         self._refuse_thawed()
         for ours, theirs in self._copied_modes:
             theirs.training = ours.training
