@@ -524,7 +524,7 @@ def test_processes_give_the_bits_of_one() -> None:
         ("dropout", DSP(), stages, "adamw", {"corrections": REWINDING, "clip": 0.3}),
         ("cnn", Phases((StaleWeights(), 3), (Synchronous(), None)), stages, "momentum",
          {"corrections": [Predict(horizon="fitted"), Extrapolate()]}),
-        ("cnn", "auto", stages, "momentum", {"corrections": [Predict()]}),
+        ("dropout", "auto", stages, "momentum", {"corrections": [Predict()]}),
         ("dropout", PipeDream(), stages, "sgd",
          {"corrections": [Predict(horizon="lag")], "autocast": torch.bfloat16}),
     ]  # fmt: skip

@@ -410,7 +410,11 @@ def test_what_cannot_be_trained_leaves_no_folder(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--replicas", "2", "--batch-size", "719"], b"divide among 2 replicas"),
+        pytest.param(
+            ["--replicas", "2", "--batch-size", "719"],
+            b"divide among 2 replicas",
+            marks=pytest.mark.long,
+        ),
         (["--method", "adl:accumulate=32", "--stages", "2"], b"--drop-last leaves it out"),
     ],
 )
