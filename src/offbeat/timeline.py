@@ -65,12 +65,18 @@ class Timeline:
     def duration(self) -> float:
         return max((span.end for span in self.spans), default=0.0)
 
+    @property
+    def middle(self) -> float:
+        """When half of the actions have begun: by the clock, a slow start may take most of it."""
+        starts = sorted(span.start for span in self.spans)
+        return starts[len(starts) // 2] if starts else 0.0
+
     def from_middle(self) -> "Timeline":
         """Without the first half, in which a pipe fills and all is done for the first time."""
-        middle = self.duration / 2
+        middle = self.middle
         later = [span for span in self.spans if span.start >= middle]
         spans = tuple(Span(s.action, s.start - middle, s.end - middle) for s in later)
-        return replace(self, spans=spans) if spans else self
+        return replace(self, spans=spans)
 
     def picture(self, width: int = 100, *, shown: float | None = None) -> str:
         """One line per stage; each action starts with its name and lasts as many characters.

@@ -304,7 +304,10 @@ class Trainer:
 
     @property
     def ledger(self) -> Ledger:
-        """Every action of every stage with its weight version, start, end and loss."""
+        """Every action of every stage with its weight version, start, end and loss.
+
+        Read from all processes, so all must ask for it; ``own_ledger`` asks nobody.
+        """
         own = self.own_ledger
         return own if self._processes is None else self._processes.merge(own)
 
@@ -317,7 +320,10 @@ class Trainer:
 
     @property
     def readings(self) -> Readings:
-        """What the monitor has read: staleness, quality of predictions, cosines of probes."""
+        """What the monitor has read: staleness, quality of predictions, cosines of probes.
+
+        Read from all processes, so all must ask for it.
+        """
         if self._processes is None:
             return self._readings
         parts = self._processes.share_bytes(self._readings.to_bytes())
@@ -325,7 +331,10 @@ class Trainer:
 
     @property
     def updates(self) -> Updates:
-        """Gradient norm, lag and outcome of every update, if there are ``guards``."""
+        """Gradient norm, lag and outcome of every update, if there are ``guards``.
+
+        Read from all processes, so all must ask for it.
+        """
         if self._processes is None:
             return self._updates
         everyone = Updates()

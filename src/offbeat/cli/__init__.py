@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from shutil import get_terminal_size
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -191,6 +192,7 @@ def schedule(
 
 @app.command()
 def timeline(
+    context: typer.Context,
     name: OptionalNameArgument = None,
     measured: MeasuredOption = None,
     stages: StagesOption = "4",
@@ -217,14 +219,16 @@ def timeline(
     if (name is None) == (measured is None):
         raise ConfigurationError("give either a METHOD or --measured FILE, the ledger of a run.")
     if measured is not None:
+        _refuse_given(context, but=("measured", "width", "as_json"))
         path = Path(measured)
         found = measured_timeline(Ledger.load(path / LEDGER if path.is_dir() else path))
         if as_json:
             _print_json(_timed(found))
-        else:  # a few steps from the middle of the run, where the pipe is full
-            few, whole = 3 * found.step_time, found.duration
-            typer.echo(found.from_middle().picture(columns, shown=few))
-            typer.echo(f"{few:.3g} s from {whole / 2:.3g} s on, of {whole:.3g} s")
+        else:  # from the middle of the run, where the pipe is full
+            later = found.from_middle()
+            shown = _readable(later, columns)
+            typer.echo(later.picture(columns, shown=shown))
+            typer.echo(f"{shown:.3g} s from {found.middle:.3g} s on, of {found.duration:.3g} s")
             typer.echo(_measures(found, " s"))
         return
     assert name is not None
@@ -454,6 +458,28 @@ def _drawn(found: Timeline, columns: int) -> str:
     if lines[0] != found.picture(50 * columns):
         lines.append(f"... cut at {columns} columns; --width {2 * columns} shows more")
     return "\n".join([*lines, _measures(found)])
+
+
+def _readable(found: Timeline, columns: int) -> float:
+    """As much time as a picture has room for: three steps, fewer if they have many parts."""
+    lengths = [s.end - s.start for s in found.spans if s.action.kind != "U"]
+    typical = median(lengths) if lengths else found.step_time
+    return min(3 * found.step_time, typical * columns / _LETTERS)
+
+
+_LETTERS = 5
+"""Room for the name of a typical action in a measured timeline."""
+
+
+def _refuse_given(context: typer.Context, but: tuple[str, ...]) -> None:
+    """An option that would do nothing here is a mistake, and is said to be one."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name not in but and source is not None and source.name == "COMMANDLINE":
+            raise ConfigurationError(
+                f"{option.opts[0]} is about the model of a method, and --measured draws what has"
+                " happened: leave one of them out."
+            )
 
 
 def _measures(found: Timeline, unit: str = "") -> str:

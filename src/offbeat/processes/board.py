@@ -153,7 +153,10 @@ class Board:
                     f"rank {self._rank} has waited {self._timeout_s:g} s"
                     f" (timeout={self._timeout_s:g}) for {name!r} from rank {rank}: that process"
                     " has died, or it does something else. Its own output says what; if all it"
-                    " needs is time, give the trainer a longer timeout."
+                    " needs is time, give the trainer a longer timeout. What is read from all"
+                    " processes (ledger, readings, updates, memory(), state_dict(), evaluate())"
+                    " must be read by all: under 'if trainer.rank == 0' belongs only what is done"
+                    " with it."
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
