@@ -146,6 +146,7 @@ def test_exported_names() -> None:
         "launch",
         "seed_for",
     ]
+    assert {*offbeat.__all__, "corrections", "methods"} <= set(dir(offbeat))  # for the tab key
     for name in offbeat.__all__:
         assert getattr(offbeat, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'Trianer'"):

@@ -103,3 +103,34 @@ def test_the_trace_has_a_row_per_stage_and_microseconds(ledger: Ledger) -> None:
     assert events[0]["dur"] == pytest.approx((first.end_s - first.start_s) * 1e6)
     losses = [event["args"]["loss"] for event in events if "loss" in event["args"]]
     assert len(losses) == 6
+
+
+def test_a_measured_picture_begins_after_a_slow_start_and_has_room_for_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger()
+    ledger.record("F", 0, 0, 0, 0.0, 100.0)  # kernels are made, memory is taken
+    for batch in range(1, 400):  # many parts of a step
+        ledger.record("F" if batch % 2 else "B", 0, batch, 0, 100.0 + batch, 101.0 + batch)
+    ledger.record("U", 0, 0, 1, 500.0, 500.0)
+    ledger.save(tmp_path / "run.jsonl")
+    with pytest.raises(SystemExit):
+        main(["timeline", "--measured", str(tmp_path / "run.jsonl"), "--width", "60"])
+    said = capsys.readouterr().out
+    assert "stage 0  B200 F201 B202 F203" in said
+    assert "10 s from 300 s on, of 500 s" in said
+
+
+def test_options_that_a_measured_timeline_cannot_use_are_refused(
+    ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger.save(tmp_path / "run.jsonl")
+    with pytest.raises(SystemExit) as ended:
+        main(["timeline", "--measured", str(tmp_path / "run.jsonl"), "--batches", "3"])
+    assert ended.value.code == 2
+    assert "--batches is about the model of a method" in capsys.readouterr().err
+
+
+def test_a_ledger_says_what_it_holds(ledger: Ledger) -> None:
+    assert repr(ledger) == "Ledger(54 actions of stages 0, 1, 2)"
+    assert repr(Ledger()) == "Ledger(0 actions of stages none)"

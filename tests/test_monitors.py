@@ -156,6 +156,7 @@ def test_after_a_drain_nothing_is_stale_and_nothing_is_read_twice() -> None:
     assert trainer.probe(*vector_batches(1)[0]) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
 
 
+@pytest.mark.filterwarnings("ignore:.*no stage lags")
 @pytest.mark.parametrize("method", [PipeDream(), ADL(2), StaleWeights(), Synchronous()], ids=str)
 def test_watching_changes_no_bit(method: Method) -> None:
     results = []
@@ -277,3 +278,12 @@ def test_a_probe_passes_through_a_stage_that_begins_in_place() -> None:
     for x, y in batches:
         trainer.step(x, y)
     assert all(-1 <= cosine <= 1 for cosine in trainer.probe(*batches[0]).values())
+
+
+def test_readings_say_what_they_hold_and_that_a_name_is_wrong() -> None:
+    readings = Readings()
+    assert repr(readings) == "Readings(none)"
+    readings.record("cosine", 0, 0, 1, 0.5)
+    assert repr(readings) == "Readings(cosine: 1)"
+    with pytest.raises(ConfigurationError, match="unknown reading 'cosines'. Did you mean 'cosi"):
+        readings.of("cosines", 0)  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def test_auto_does_not_split_small_batches_to_nothing() -> None:
     late = plan_for(8, "adam", Auto(batch=8))
     assert late.method == PipeDream(accumulate=4)
     assert late.corrections == ()
-    assert "plain training's rate none gave" in str(late)
+    assert "where none gave a small GPT" in str(late)
     assert "7 of 8 parts late" in str(plan_for(8, "adam", Auto(batch=16)))
     assert plan_for(8, "muon", Auto(batch=8)).corrections == ("extrapolate",)  # a lag of 2
     assert plan_for(8, "muon", Auto(batch=2)).corrections == ("rate-by-lag",)  # of 7
@@ -194,8 +194,10 @@ def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:
     assert said == f"{trainer.plan}\n"
     assert said.startswith("auto: pipedream:accumulate=3 + spike-compensation\n")
     assert "in flight per stage 2 1 0" in said
-    assert "in 3 parts: fewer can cost accuracy" in said
-    assert "in 12 parts, the fewest that are at most 2 updates late" in str(plan_for(24))
+    assert "in 3 parts, as many as stages up to 8: fewer lost accuracy" in said
+    assert "in 12 parts: were there fewer, those of the first stage would be more than 2" in str(
+        plan_for(24)
+    )
     assert trainer.corrections == (SpikeCompensation(),)
     assert trainer.lags == (1, 1, 0)
 

@@ -415,6 +415,10 @@ def test_bad_arguments_get_words(settings: dict[str, Any], words: str) -> None:
             "Phases inside Phases: write the inner pairs",
         ),
         (lambda: offbeat.methods.method_named("gpipe", beta=1), "gpipe has no setting 'beta'"),
+        (
+            lambda: offbeat.methods.method_named("adl:accumulate=2"),
+            "Here they are arguments: ADL\\(accumulate=2\\)",
+        ),
     ],
 )
 def test_bad_methods_get_words(make: Any, words: str) -> None:

@@ -245,7 +245,7 @@ def test_no_setting_of_a_file_is_lost(tmp_path: Path, capsys: pytest.CaptureFixt
         file.write_text(line)
         assert offbeat_says("study", "--config", str(file), "--out", str(tmp_path / "x")) == 2
         said = capsys.readouterr().err
-        assert f"{line.split()[0]} in {file} is what a study varies: use --methods" in said
+        assert f"{line.split()[0]} in {file} is for one run, and a study makes several" in said
     assert not (tmp_path / "x").exists()
 
 
@@ -321,7 +321,61 @@ def test_a_study_reuses_what_is_finished(
     assert offbeat_says(*words, "--out", str(tmp_path), "--batch-size", "32") == 2
     assert "was run with batch_size=64" in capsys.readouterr().err
     assert offbeat_says(*words, "--method", "adl") == 2
-    assert "is what a study varies" in capsys.readouterr().err
+    assert (
+        "--method is for one run, and a study makes several: leave it out and give"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_study_compares_corrections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = "pipedream pipedream + spike-compensation pipedream:accumulate=2+predict:horizon=lag"
+    words = ["study", *SHORT, "--stage-counts", "2", "--seeds", "1", "--out", str(tmp_path)]
+    assert offbeat_says(*words, "--methods", methods) == 0
+    rows = capsys.readouterr().out.partition("gap to BP\n")[2].split("\n\n")[0].splitlines()
+    assert [row.split()[0] for row in rows] == [
+        "synchronous",
+        "pipedream",
+        "pipedream+spike-compensation",
+        "pipedream:accumulate=2+predict:horizon=lag",
+    ]
+    folder = tmp_path / "pipedream-accumulate2+predict-horizonlag-K2-seed0"
+    assert Run.load(folder).config["correction"] == [
+        {"name": "predict", "settings": {"horizon": "lag"}}
+    ]
+    alone = train(
+        tmp_path / "alone", "--method", "pipedream", "--stages", "2",
+        "--correction", "spike-compensation",
+    )  # fmt: skip
+    within = Run.load(tmp_path / "pipedream+spike-compensation-K2-seed0")
+    assert within.summary["loss"] == alone.summary["loss"]
+    # Corrections of all methods, in a folder of their own; plain training has none.
+    assert offbeat_says(*words, "--methods", "pipedream", "--correction", "extrapolate") == 0
+    said = capsys.readouterr().out
+    assert "synchronous-K1-seed0: found" in said
+    assert "2/2 pipedream+extrapolate-K2-seed0" in said
+
+
+def test_corrections_are_joined_by_a_plus_and_have_a_flag_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = Experiment.read({"correction": "predict:horizon=lag + shrink:beta=1e+0"}).correction
+    assert list(map(str, found)) == ["predict:horizon=lag", "shrink:beta=1.0"]
+    assert offbeat_says("train", "--method", "pipedream:accumulate=6 + extrapolate") == 2
+    said = capsys.readouterr().err
+    assert "Give method pipedream:accumulate=6 and correction extrapolate." in said
+    assert offbeat_says("train", "--correction", "spike", "--stages", "2") == 2
+    assert "Did you mean 'spike-compensation'?" in capsys.readouterr().err
+    assert offbeat_says("train", "--correction", "predict,shrink", "--stages", "2") == 2
+    assert "'predict,shrink' names 2: give each by itself." in capsys.readouterr().err
+
+
+def test_a_run_says_what_it_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--method", "dsp", "--stages", "2", "--epochs", "2", "--hybrid", "1")
+    train(tmp_path / "hybrid", *words, "--max-steps", "25")
+    said = capsys.readouterr().out
+    assert "DSP for 23 updates, then Synchronous, 2 stages, lag 2 0: 2 epochs of 23 steps," in said
+    assert "of which the first 25 are made" in said
+    assert "epoch 1/2 and 2 steps: test loss" in said
 
 
 def test_a_study_that_was_interrupted_goes_on(

@@ -91,3 +91,6 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and so still fi
         if name not in _HOME:
             raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
         return getattr(import_module(f"offbeat.{_HOME[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted([*__all__, *_MODULES])

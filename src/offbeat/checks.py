@@ -162,6 +162,19 @@ def warn_of_one_stage(method: Method, stages: int, asked: bool) -> None:
         )
 
 
+def warn_of_idle_corrections(
+    corrections: Sequence[Correction], schedules: Sequence[Schedule]
+) -> None:
+    """Without lag there is nothing to correct, and whoever gives a correction expects some."""
+    if corrections and not any(lag for schedule in schedules for lag in schedule.lags):
+        names = ", ".join(correction.name for correction in corrections)
+        warnings.warn(
+            f"corrections={names}: no stage lags here, so nothing is corrected. Give a method with"
+            " lag and two stages or more, or leave them out.",
+            stacklevel=3,
+        )
+
+
 def check_loader(loader: object) -> None:
     if isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader):
         raise BatchError("evaluate() takes a loader of (x, y) pairs; for one batch give [(x, y)].")

@@ -80,7 +80,8 @@ def other_shape(was: Sequence[int], now: Sequence[int]) -> BatchError:
 
 def unknown(what: str, value: object, known: Iterable[str]) -> ConfigurationError:
     """The error for a name that is not in a list: the nearest name, then all of them."""
-    known = list(known)
-    near = get_close_matches(str(value).lower(), known, n=1, cutoff=0.4)
+    known, text = list(known), str(value).lower()
+    begun = [name for name in known if text and name.startswith(text)]
+    near = begun or get_close_matches(text, known, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ConfigurationError(f"unknown {what} {value!r}.{hint} Known: {', '.join(known)}.")

@@ -4,6 +4,7 @@ Nothing here imports torch, so that ``offbeat train --help`` answers at once.
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -58,6 +59,20 @@ class Choice:
     def __str__(self) -> str:
         settings = ",".join(f"{key}={value}" for key, value in self.settings.items())
         return f"{self.name}:{settings}" if settings else self.name
+
+
+def joined(text: str) -> list[str]:
+    """The parts of ``pipedream+spike-compensation``; the plus of ``1e+3`` joins nothing."""
+    return re.split(r"\s*\+\s*(?=[A-Za-z])", text)
+
+
+def spelled(value: Any) -> str:
+    """A setting as the command line has it, also as it comes back from a stored run."""
+    if isinstance(value, Mapping) and "name" in value:
+        return str(Choice(value["name"], value.get("settings", {})))
+    if isinstance(value, list | tuple):
+        return ",".join(map(spelled, value)) or "none"
+    return str(value)
 
 
 def _split(text: str) -> list[str]:
@@ -125,7 +140,8 @@ class Experiment:
         metavar="NAME[:SETTINGS]",
     )  # fmt: skip
     correction: tuple[Choice, ...] = _help(
-        "A name from 'offbeat corrections', as in predict:horizon=lag; may be given several times.",
+        "A name from 'offbeat corrections', as in predict:horizon=lag; several are joined by +, or"
+        " given one by one.",
         (), metavar="NAME[:SETTINGS]",
     )  # fmt: skip
     monitor: bool = _help("Read how stale each stage is, and probe at every evaluation.", False)
@@ -179,6 +195,12 @@ class Experiment:
         for name, value in _by_field(values, where).items():
             if name not in known:
                 raise unknown(f"setting{where}", name, sorted(known))
+            if name == "method" and isinstance(value, str) and len(joined(value)) > 1:
+                method, *rest = joined(value)
+                raise ConfigurationError(
+                    f"method {value!r}: corrections have a setting of their own. Give method"
+                    f" {method} and correction {'+'.join(rest)}."
+                )
             made[name] = _typed(known[name].type, value, name)
         experiment = cls(**made)
         experiment._check()
@@ -263,7 +285,10 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
             inner = _number if get_args(kind)[0] is float else get_args(kind)[0]
             if inner is Choice:
                 listed = [value] if isinstance(value, str | Mapping | Choice) else list(value)
-                return tuple(_typed(Choice, part, name) for part in listed)
+                choices: list[Any] = []
+                for given in listed:
+                    choices += joined(given) if isinstance(given, str) else [given]
+                return tuple(_typed(Choice, choice, name) for choice in choices)
             if isinstance(value, Mapping):
                 raise ValueError
             parts = value.split(",") if isinstance(value, str) else list(value)

@@ -218,6 +218,10 @@ class Ledger:
             short.record(*self[index])
         return short
 
+    def __repr__(self) -> str:
+        stages = sorted(set(self._stages))
+        return f"Ledger({len(self)} actions of stages {', '.join(map(str, stages)) or 'none'})"
+
     def __len__(self) -> int:
         return len(self._kinds)
 

@@ -18,9 +18,23 @@ def made(what: str, kinds: Sequence[type[Kind]], name: str, settings: dict[str, 
     """The one of these dataclasses that has this name, case ignored, with these settings."""
     kind = kind_named(kinds, name)
     if kind is None:
+        _explain(what, kinds, name)
         raise unknown(what, name, [kind.name for kind in kinds])
     _check(kind, settings)
     return kind(**settings)
+
+
+def _explain(what: str, kinds: Sequence[type[Named]], name: str) -> None:
+    """Answers what the command line writes in one text, and Python in arguments."""
+    first, colon, settings = name.partition(":")
+    if colon and (kind := kind_named(kinds, first)) is not None:
+        raise ConfigurationError(
+            f"{what} {name!r}: settings behind a colon are for the command line. Here they are"
+            f" arguments: {kind.__name__}({settings.strip()})."
+        )
+    several = [part.strip() for part in name.replace("+", ",").split(",")]
+    if len(several) > 1 and all(kind_named(kinds, part) for part in several):
+        raise ConfigurationError(f"{what} {name!r} names {len(several)}: give each by itself.")
 
 
 def kind_named(kinds: Sequence[type[Kind]], name: str) -> type[Kind] | None:

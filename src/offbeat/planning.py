@@ -21,11 +21,11 @@ _MOST_LATE: dict[OptimizerKind, float] = {"momentum": 2.0, "adam": 0.5, "muon": 
 _LEAST_PARTS = 8
 """As far as there are so many stages. With spike compensation an AlexNet in two stages lost 2.2
 points with whole batches and none with two parts, a ResNet-20 in four 0.35 with two and 0.04 with
-four (by the means of five seeds), in eight 0.11 with four and 0.02 with eight (of 37)."""
+four (by the means of five seeds), in eight 0.11 with four and 0.02 with eight (of 37 seeds)."""
 _SPIKE = (
     "spike compensation: a ResNet-20 in 8 parts (lag 1) and a ResNet-56 in 8 (lag 3) ended level"
-    " with plain training; with whole batches a third to a half came back at 7, an eighth to a"
-    " quarter at 19; it keeps no copies of weights"
+    " with plain training; with whole batches half came back at a lag of 3, a third to a half at 7,"
+    " an eighth to a quarter at 19; it keeps no copies of weights"
 )
 _SPIKE_MEASURED = 19
 """The largest lag at which that has been measured."""
@@ -45,8 +45,9 @@ _RATE_BY_LAG = (
 _RATE_MEASURED = 7
 """The smallest lag at which that has been measured; there extrapolating gave a fifth back."""
 _NONE_HELPS = (
-    "no correction: at a lag of 7 and plain training's rate none gave a small GPT with AdamW back"
-    " more than a tenth of what it costs; larger batches would allow more parts"
+    "no correction: with AdamW and plain training's rate they were measured at lags of 7 and more,"
+    " where none gave a small GPT back more than an eighth of what lag costs; larger batches would"
+    " allow more parts"
 )
 
 
@@ -130,7 +131,9 @@ def plan_for(
     require_count("stages", stages)
     auto = auto or Auto()
     if stages == 1:
-        return Plan(Synchronous(), (), ("one stage has nothing to wait for",))
+        return Plan(
+            Synchronous(), (), ("one stage has nothing to wait for: cut the model (stages=4)",)
+        )
     least_rows = _LEAST_ROWS_OF_STATISTICS if batch_norm else _LEAST_ROWS
     room = None if auto.batch is None else max(1, auto.batch // least_rows)
     least = min(stages, _LEAST_PARTS)
@@ -175,12 +178,15 @@ def _why_parts(
     text = f"lag per stage {_listed(method.lags(stages))} updates, with "
     text += f"every batch in {parts} parts" if parts > 1 else "whole batches"
     if parts < least or depth > most * parts:
-        return f"{text}: more parts of {batch} rows would have fewer than {least_rows}"
+        return (
+            f"{text}: that costs accuracy, but more parts of {batch} rows would have fewer than"
+            f" {least_rows} each; give larger batches if you can"
+        )
     if depth <= most * (parts - 1):
-        return f"{text}: fewer can cost accuracy even at so small a lag"
+        return f"{text}, as many as stages up to {_LEAST_PARTS}: fewer lost accuracy where measured"
     return (
-        f"{text}, the fewest that are at most {most:g} updates late on average: in updates the lag"
-        " falls with the parts, and the batch per update stays the same"
+        f"{text}: were there fewer, those of the first stage would be more than {most:g} updates"
+        " late on average"
     )
 
 

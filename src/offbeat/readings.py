@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, unknown
 
 What = Literal["staleness", "prediction", "cosine"]
 """``staleness``: lr / (1 - momentum) x curvature x lag. ``prediction``: the error of predicted
@@ -45,6 +46,10 @@ class Readings:
         for column, number in zip(self._columns, numbers, strict=True):
             column.append(number)
 
+    def __repr__(self) -> str:
+        counts = Counter(WHATS[what] for what in self._whats)
+        return f"Readings({', '.join(f'{what}: {n}' for what, n in counts.items()) or 'none'})"
+
     def __len__(self) -> int:
         return len(self._values)
 
@@ -54,6 +59,8 @@ class Readings:
 
     def of(self, what: What, stage: int, replica: int = 0) -> dict[int, float]:
         """One kind of value of one stage, by version."""
+        if what not in WHATS:
+            raise unknown("reading", what, WHATS)
         wanted = (what, stage, replica)
         return {r.version: r.value for r in self if (r.what, r.stage, r.replica) == wanted}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from offbeat.errors import ConfigurationError
-from offbeat.experiment import Choice, Experiment, plain
+from offbeat.experiment import Choice, Experiment, joined, plain, spelled
 from offbeat.runs import CONFIG, Run
 
 
@@ -39,14 +39,22 @@ class Cell:
 def plan(
     base: Experiment, methods: Sequence[str], stages: Sequence[int], seeds: int
 ) -> dict[str, Experiment]:
-    """Every run of a study by the name of its folder; synchronous training first."""
+    """Every run of a study by the name of its folder; synchronous training first.
+
+    A method may bring corrections of its own: ``pipedream+spike-compensation``.
+    """
     found = {}
     for seed, count, text in product(range(seeds), stages, ["synchronous", *methods]):
-        choice = Choice.read(text, "--methods")
-        # Without lag the number of stages changes nothing, not even a bit.
-        of = 1 if choice.name == "synchronous" else count
-        name = f"{str(choice).replace(':', '-').replace('=', '')}-K{of}-seed{seed}"
-        found[name] = replace(base, method=choice, stages=of, cuts=(), ppv=(), seed=seed)
+        method, *own = (Choice.read(part, "--methods") for part in joined(text))
+        corrections = (*base.correction, *own)
+        # Without lag the number of stages changes nothing, not even a bit, nor do corrections.
+        if method.name == "synchronous":
+            count, corrections = 1, ()
+        label = "+".join(map(str, (method, *corrections)))
+        name = f"{label.replace(':', '-').replace('=', '')}-K{count}-seed{seed}"
+        found[name] = replace(
+            base, method=method, correction=corrections, stages=count, cuts=(), ppv=(), seed=seed
+        )
     return found
 
 
@@ -60,7 +68,8 @@ def run_study(
     from offbeat.training import check_experiment, run_experiment
 
     runs = []
-    for experiment in {(str(e.method), e.stages): e for e in planned.values()}.values():
+    of_one_seed = {(spelled((e.method, *e.correction)), e.stages): e for e in planned.values()}
+    for experiment in of_one_seed.values():
         check_experiment(experiment)  # before hours are spent on the others
     for number, (name, experiment) in enumerate(planned.items(), 1):
         place = folder / name
@@ -94,8 +103,8 @@ def _check_same(found: Run, wanted: Experiment) -> None:
             continue
         if plain(stored) != plain(value):
             raise ConfigurationError(
-                f"{found.folder} was run with {key}={stored!r}, and this study asks for {value!r}:"
-                " give another folder (--out)."
+                f"{found.folder} was run with {key}={spelled(stored)}, and this study asks for"
+                f" {spelled(value)}: give another folder (--out)."
             )
 
 
@@ -127,8 +136,9 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _method_name(run: Run) -> str:
-    method = run.config["method"]
-    return str(Choice(method["name"], method["settings"]))
+    """With its corrections, as ``--methods`` has it."""
+    chosen = [run.config["method"], *run.config.get("correction", ())]
+    return "+".join(map(spelled, chosen))
 
 
 def _score(run: Run) -> float:

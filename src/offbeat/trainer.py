@@ -157,6 +157,7 @@ class Trainer:
         self._corrections = checks.checked_corrections(corrections or ())
         for (phase, _), schedule in zip(self._phases, self._schedules, strict=True):
             checks.check_corrections_fit(self._corrections, phase, schedule)
+        checks.warn_of_idle_corrections(self._corrections, self._schedules)
         self._device = checks.device_of(self._cut.model)
         self._balance = balance
         self._clip = checks.checked_clip(clip)
@@ -232,6 +233,11 @@ class Trainer:
     def model(self) -> nn.Module:
         """The unsplit model with the newest weights of the stages of this process (replica 0's)."""
         return self._cut.model
+
+    @property
+    def phases(self) -> tuple[tuple[Method, int | None], ...]:
+        """The methods of this run and their updates: of all but ``Phases`` one, without end."""
+        return self._phases
 
     @property
     def method(self) -> Method:

@@ -50,6 +50,7 @@ class Progress:
 
     epochs: int
     steps_per_epoch: int
+    max_steps: int | None = None
     epoch: int = 0
     step: int = 0
     loss: float = math.nan
@@ -63,7 +64,8 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
+        steps = self.epochs * self.steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def add(self, loss: Tensor) -> None:
         """Of a step; on a GPU it is not read yet: who reads waits for all that is queued there."""
@@ -139,7 +141,7 @@ def run_experiment(
     )
     trainer = build(experiment, data, len(loader))
     _check_batches(experiment, data, trainer)
-    progress = Progress(experiment.epochs, len(loader))
+    progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
     looking = watchers() if trainer.rank == 0 else []
     found = trainer.resume(folder / CHECKPOINTS).data if resume else None
     writer = None

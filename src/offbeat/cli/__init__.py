@@ -7,7 +7,9 @@ every other answer, help included, is there at once.
 import json
 import math
 import os
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -92,11 +94,19 @@ def _options(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; a user's mistake ends in one message on stderr and exit code 2."""
+    shown, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
         app(args=argv, prog_name="offbeat")
     except OffbeatError as error:
         typer.echo(f"Error: {error}", err=True)
         sys.exit(2)
+    finally:
+        warnings.formatwarning = shown
+
+
+def _in_one_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning without the place in this library that gives it."""
+    return f"Warning: {message}\n"
 
 
 # Commands
@@ -309,7 +319,9 @@ def study(
     methods: Annotated[
         str,
         typer.Option(
-            metavar="NAMES", help="Methods, separated by spaces, as in 'dsp adl:accumulate=4'."
+            metavar="NAMES",
+            help="Methods, separated by spaces, with corrections behind a +, as in"
+            " 'dsp adl:accumulate=4 pipedream+spike-compensation'.",
         ),
     ] = "stale-weights dsp adl:accumulate=4 pipedream",
     stage_counts: Annotated[
@@ -324,20 +336,23 @@ def study(
     from offbeat.study import cells_of, plan, run_study
 
     given = given_settings(config, flags)
-    for name in ("method", "seed", "stages", "cuts", "ppv"):
+    for name, option in _VARIED.items():
         if name in given:
             source = f"--{name}" if flags.get(name) is not None else f"{name} in {config}"
             raise ConfigurationError(
-                f"{source} is what a study varies: use --methods, --stage-counts and --seeds."
+                f"{source} is for one run, and a study makes several: leave it out and give"
+                f" {option}."
             )
     experiment = read_experiment(config, flags)
     folder = Path(out or f"studies/{experiment.model.name}-{experiment.data.name}")
     counts = [
-        read_count("--stage-counts", text, most=MOST_STAGES) for text in stage_counts.split(",")
+        read_count("--stage-counts", text, most=MOST_STAGES)
+        for text in stage_counts.replace(",", " ").split()
     ]
-    if not methods.split():
+    names = re.sub(r"\s*\+\s*", "+", methods).split()
+    if not names:
         raise ConfigurationError("--methods: give at least one, as in --methods 'dsp pipedream'.")
-    planned = plan(experiment, methods.split(), counts, read_count("--seeds", seeds))
+    planned = plan(experiment, names, counts, read_count("--seeds", seeds))
     runs = run_study(planned, folder, typer.echo)
     if not runs:
         sys.exit(130)
@@ -376,6 +391,16 @@ def study(
         typer.echo(f"\nno picture: {error}", err=True)
     if len(runs) < len(planned):  # interrupted
         sys.exit(130)
+
+
+_VARIED = {
+    "method": "--methods",
+    "seed": "--seeds",
+    "stages": "--stage-counts",
+    "cuts": "--stage-counts",
+    "ppv": "--stage-counts",
+}
+"""Settings of one run, and what a study has in their place."""
 
 
 def _spread(cell: "Cell", percent: bool) -> str:
@@ -467,7 +492,7 @@ def _readable(found: Timeline, columns: int) -> float:
     return min(3 * found.step_time, typical * columns / _LETTERS)
 
 
-_LETTERS = 5
+_LETTERS = 6
 """Room for the name of a typical action in a measured timeline."""
 
 

@@ -23,7 +23,11 @@ class Lines:
         self._began = time.perf_counter()
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
-        self._say(f"{_what(trainer)}: {progress.epochs} epochs of {progress.steps_per_epoch} steps")
+        whole = progress.epochs * progress.steps_per_epoch
+        short = "" if progress.steps == whole else f", of which the first {progress.steps} are made"
+        self._say(
+            f"{_what(trainer)}: {progress.epochs} epochs of {progress.steps_per_epoch} steps{short}"
+        )
         if progress.step:
             self._say(f"going on after step {progress.step}")
 
@@ -34,8 +38,10 @@ class Lines:
         found = progress.evaluation
         assert found is not None
         accuracy = "" if found.accuracy is None else f", accuracy {found.accuracy:.2%}"
+        rest = progress.step % progress.steps_per_epoch
+        place = f"{progress.epoch}/{progress.epochs}" + (f" and {rest} steps" if rest else "")
         self._say(
-            f"epoch {progress.epoch}/{progress.epochs}: test loss {found.loss:.4f}{accuracy},"
+            f"epoch {place}: test loss {found.loss:.4f}{accuracy},"
             f" {progress.rows_per_s:.0f} rows/s, {time.perf_counter() - self._began:.1f} s"
         )
 
@@ -43,7 +49,7 @@ class Lines:
         self._say(f"{status} after {time.perf_counter() - self._began:.1f} s")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class Screen:
@@ -121,7 +127,11 @@ def _what(trainer: Trainer) -> str:
     replicas = "" if trainer.replicas == 1 else f", {trainer.replicas} replicas"
     count = f"{trainer.stages} stage{'s' if trainer.stages > 1 else ''}"
     where = "" if trainer.mesh_size == 1 else f", {trainer.mesh_size} processes"
-    how = ", ".join([trainer.method.title, *(c.title.lower() for c in trainer.corrections)])
+    phases = [
+        method.title if updates is None else f"{method.title} for {updates} updates"
+        for method, updates in trainer.phases
+    ]
+    how = ", ".join([", then ".join(phases), *(c.title.lower() for c in trainer.corrections)])
     return f"{how}, {count}{replicas}{where}, lag {' '.join(map(str, trainer.lags))}"
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from offbeat.errors import ConfigurationError
-from offbeat.experiment import Choice, Experiment, plain
+from offbeat.experiment import Choice, Experiment, plain, spelled
 from offbeat.runs import Run
 
 ConfigOption = Annotated[
@@ -53,7 +53,7 @@ def with_experiment_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _annotation(name: str, kind: Any, words: dict[str, str], default: Any) -> Any:
     flag = "--" + name.replace("_", "-")
-    shown = "" if default in (None, (), False, True) else f" [{_text(default)}]"
+    shown = "" if default in (None, (), False, True) else f" [{spelled(default)}]"
     if kind is bool:
         opposite = f"--no-{name.replace('_', '-')}"
         option = typer.Option(f"{flag}/{opposite}", help=words["help"], show_default=False)
@@ -62,10 +62,6 @@ def _annotation(name: str, kind: Any, words: dict[str, str], default: Any) -> An
     metavar = words["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
     option = typer.Option(flag, metavar=metavar, help=words["help"] + shown, show_default=False)
     return Annotated[list[str] | None if several else str | None, option]
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
@@ -90,8 +86,8 @@ def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
         then, now = getattr(stored, name), getattr(asked, name)
         if name not in _FREE and before[name] != after[name]:
             raise ConfigurationError(
-                f"{folder} was started with {name}={_text(then)}, and --resume goes on with the"
-                f" same run: leave out {name}={_text(now)}, or start another one (--out)."
+                f"{folder} was started with {name}={spelled(then)}, and --resume goes on with the"
+                f" same run: leave out {name}={spelled(now)}, or start another one (--out)."
             )
     return replace(stored, **{name: getattr(asked, name) for name in given if name in _FREE})
 

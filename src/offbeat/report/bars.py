@@ -89,7 +89,7 @@ def _memory_table(run: Facts, most: float) -> Markup:
         "",
         join([tag("i", class_="box weights"), "weights"]),
         join([tag("i", class_="box flight"), "in flight"]),
-        join([tag("i", class_="box kept"), "corrections"]),
+        join([tag("i", class_="box kept"), "corrections, monitor"]),
         "weight copies (most)",
         "micro-batches (most)",
     )

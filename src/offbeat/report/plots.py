@@ -120,7 +120,7 @@ def _memory(facts: Sequence[Facts]) -> "Figure | None":
     parts = (
         ("weight_bytes", "weights", _WEIGHTS),
         ("in_flight_bytes", "in flight", _IN_FLIGHT),
-        ("correction_bytes", "corrections", _CORRECTIONS),
+        ("correction_bytes", "corrections, monitor", _CORRECTIONS),
     )
     bars = {
         run.label: {

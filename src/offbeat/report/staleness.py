@@ -12,10 +12,11 @@ from offbeat.report.parts import note, per_run, place
 
 def staleness(facts: Sequence[Facts]) -> Markup:
     text = (
-        "How stale a stage is: lr / (1 - momentum) x curvature x lag. Below 0.1 staleness does"
-        " little; up to 1 weight prediction helps; beyond that plain momentum is near its limit,"
-        " and only less lag or a smaller learning rate helps. The curvature is read off gradients"
-        " of different batches, so the number errs to the high side."
+        "How stale a stage is: lr / (1 - momentum) x curvature x lag. On a quadratic without"
+        " noise, staleness does little below 0.1, weight prediction helps up to 1, and beyond that"
+        " plain momentum is near its limit. Here the curvature is read off gradients of different"
+        " batches, whose noise counts as well: the number is easily several times too high. Compare"
+        " stages and runs by it; what a run can take, its loss says."
     )
     return join([note(text), per_run(facts, _of_run)])
 

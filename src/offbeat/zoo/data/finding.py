@@ -68,7 +68,7 @@ def find(
     raise ConfigurationError(
         f"data {dataset!r}: {resource.name} is not in {looked}, and could not be downloaded"
         f" ({'; '.join(failures)}). Put the file into one of these folders, or name the folder that"
-        " has it: folder=... (or set OFFBEAT_DATA)."
+        " has it: folder=... (--data-folder; or set OFFBEAT_DATA)."
     )
 
 
