@@ -313,6 +313,41 @@ def test_skipping_puts_statistics_back_to_the_last_that_were_finite() -> None:
     assert_same_bits({name: after[name] for name in before}, before)
 
 
+class Tables(nn.Linear):
+    """What models keep in buffers: a mask, a table, and a mean that begins to be written late."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, dtype=torch.float64)
+        self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool))
+        self.register_buffer("table", torch.full((6,), -math.inf))
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 4:  # so that no version counter tells, as codebooks often do
+            self.mean.data.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x)
+
+
+def test_skipping_copies_what_changes_and_nothing_else() -> None:
+    trainer = trainer_for([Tables(), nn.Linear(6, 4).double()], guards=Guards(nonfinite="skip"))
+    *good, bad = with_nan(vector_batches(8), 7)
+    guard, held = trainer._workers[0].guard, []
+    for x, y in good:
+        trainer.step(x, y)
+        (copy_,) = guard._copies
+        held.append([buffer.data_ptr() for buffer in copy_._buffers])
+    tables, means = zip(*held, strict=True)  # not the mask, which is always finite
+    assert len(set(tables)) == 1, "the table was copied again"
+    assert len(set(means[:4])) == 1 and means[4] != means[3]
+    before = trainer.state_dict()
+    trainer.step(*bad)
+    assert_same_bits(trainer.state_dict(), before)
+
+
 def test_a_run_that_only_drops_ends() -> None:
     batches = [(x * math.nan, y) for x, y in vector_batches(5)]
     with pytest.raises(GuardError, match=r"3 updates in a row, up to update 2,.*\(patience=3\)"):

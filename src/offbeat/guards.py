@@ -169,7 +169,7 @@ class Guard:
         self._stage = stage
         self._names = names
         self._updates = updates
-        self._copies: deque[_Copy] = deque(maxlen=2)
+        self._copies: deque[_Copy] = deque(maxlen=2 if self._rolls_back else 1)
         self._dropped_in_a_row = 0
         self._warned = False
         self.forget()
@@ -197,7 +197,7 @@ class Guard:
         self._waiting = list(state["waiting"])
         self._dropped_in_a_row, self._warned = state["dropped_in_a_row"], state["warned"]
         for words in state["copies"]:
-            self._copies.append(_Copy(self._stage, None, whole=False))
+            self._copies.append(_Copy(self._stage, None, whole=self._rolls_back))
             self._copies[-1].restore(words)
 
     # ---------------------------------------------------------------- told by the worker
@@ -343,17 +343,28 @@ _REMEDY = (
 
 
 class _Copy:
-    """A stage at some version: the buffers its forwards write and, if whole, what it learns."""
+    """A stage at some version: its statistics and, if whole, all other buffers and what it learns.
+
+    Statistics are whatever can become not finite: nothing says which buffers a forward writes.
+    BatchNorm's are written without counting, those of a codebook often through ``.data``. So values
+    are compared, and what has not changed since the copy ``before`` is shared with it: most buffers
+    are tables and masks, which never change.
+    """
 
     def __init__(self, stage: Stage, before: "_Copy | None", *, whole: bool) -> None:
         self.version = stage.version
         self._stage = stage
-        # A forward may have spoilt running statistics before its gradient is met here.
+        self._whole = whole
         buffers = self._statistics()
-        self._buffers: list[Tensor] = [
-            buffer.clone() if finite or before is None else before._buffers[place]
-            for place, (buffer, finite) in enumerate(zip(buffers, _finite(buffers), strict=True))
-        ]
+        if before is None:
+            self._buffers = [buffer.clone() for buffer in buffers]
+        else:
+            self._buffers = list(before._buffers)
+            changed = [n for n, b in enumerate(buffers) if not _equal(b, self._buffers[n])]
+            # A forward may have spoilt running statistics before its gradient is met here.
+            for n, finite in zip(changed, _finite([buffers[n] for n in changed]), strict=True):
+                if finite:
+                    self._buffers[n] = buffers[n].clone()
         self._weights = [p.detach().clone() for p in stage.parameters] if whole else []
         self._states = [
             {parameter: deepcopy(state) for parameter, state in optimizer.state.items()}
@@ -361,7 +372,8 @@ class _Copy:
         ]
 
     def _statistics(self) -> list[Tensor]:
-        return [b for module in self._stage.modules for b in module.buffers()]
+        found = [b for module in self._stage.modules for b in module.buffers()]
+        return [b for b in found if self._whole or _values(b).is_floating_point()]
 
     def snapshot(self) -> dict[str, Any]:
         number = {id(p): n for n, p in enumerate(self._stage.parameters)}
@@ -387,10 +399,10 @@ class _Copy:
     def put_back(self) -> None:
         buffers = self._statistics()
         for buffer, kept, finite in zip(buffers, self._buffers, _finite(buffers), strict=True):
-            if self._weights or not finite:
+            if self._whole or not finite:
                 # Fresh memory: a graph in flight may still refer to the old.
                 buffer.data = kept.clone()
-        if not self._weights:
+        if not self._whole:
             return
         for parameter, weight in zip(self._stage.parameters, self._weights, strict=True):
             parameter.copy_(weight)
@@ -406,6 +418,11 @@ def _together(norms: Tensor) -> float:
 def _values(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _equal(buffer: Tensor, kept: Tensor) -> bool:
+    """Whether a buffer is known not to have changed: a GPU copies faster than it answers."""
+    return buffer.device.type == "cpu" and not buffer.is_sparse and torch.equal(buffer, kept)
 
 
 def _is_finite(tensor: Tensor) -> bool:
