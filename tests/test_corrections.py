@@ -31,7 +31,7 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from offbeat.averaging import DaSGD
+from offbeat.averaging import AllReduce, DaSGD, LocalSGD
 from offbeat.cli import main
 from offbeat.cli.train import read_experiment
 from offbeat.corrections import (
@@ -52,7 +52,8 @@ from offbeat.corrections import (
     SpikeCompensation,
     correction_named,
 )
-from offbeat.corrections.groups import Group
+from offbeat.corrections.base import Surroundings
+from offbeat.corrections.groups import Group, groups_of
 from offbeat.corrections.predict import Prediction
 from offbeat.corrections.rewind import Rewinding
 from offbeat.corrections.seen import ReadWeights
@@ -618,7 +619,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
     halve_rates(again)
     run(again, batches[stop:])
     assert_same_bits(again.state_dict(), whole.state_dict())
-    remembered = " ".join(memory[0])
+    remembered = " ".join(memory[0]["memory"])
     assert all(name in remembered for name in ("predict", "extrapolate", "gap-aware"))
 
 
@@ -645,6 +646,38 @@ def test_a_drained_checkpoint_holds_what_corrections_remember(
     other = trainer_for(mlp(), method, stages=3, corrections=[RateByLag(power=0.5)])
     other.resume(tmp_path)
     other.step(*batches[8])
+
+
+def test_loaded_weights_leave_nothing_of_a_checkpoint_that_was_not_used_yet(tmp_path: Path) -> None:
+    batches = vector_batches(12)
+    settings: dict[str, Any] = {"cuts": [2, 4], "corrections": [Extrapolate(), GapAware()]}
+    trained(mlp(), batches[:6], PipeDream(), **settings).save(tmp_path, drain=True, wait=True)
+    other = mlp(seed=5).state_dict()
+    ends = []
+    for remembers in (True, False):
+        trainer = trainer_for(mlp(), PipeDream(), **settings)
+        trainer.resume(tmp_path)
+        if not remembers:
+            for worker in trainer._workers:
+                worker.stage.corrector.load_state_dict({})
+        trainer.load_state_dict(other)
+        for x, y in batches[6:]:
+            trainer.step(x, y)
+        trainer.flush()
+        ends.append(trainer.state_dict())
+    assert_same_bits(*ends)
+
+
+def test_a_phase_without_lag_keeps_no_memory_of_one_with() -> None:
+    method = Phases((PipeDream(), 4), (Synchronous(), None))
+    corrections = [DelayCompensation(), Extrapolate()]
+    trainer = trainer_for(mlp(), method, cuts=[2, 4], corrections=corrections)
+    for number, (x, y) in enumerate(vector_batches(6)):
+        trainer.step(x, y)
+        kept = [memory.correction_bytes for memory in trainer.memory()]
+        assert (kept[0] > 0) == (number < 4)
+    trainer.load_state_dict(trainer.state_dict())
+    assert [memory.correction_bytes for memory in trainer.memory()] == [0, 0, 0]
 
 
 # ------------------------------------------------------------------ what a GPU engine relies on
@@ -807,6 +840,9 @@ def test_bad_settings_get_words(make: Any, words: str) -> None:
         (Predict(), lambda p: torch.optim.Adagrad(p), "Use horizon=lag or fitted"),
         (GapAware(), lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "negate the loss"),
         (DelayCompensation(), lambda p: torch.optim.AdamW(p, maximize=True), "negate the loss"),
+        (DelayCompensation(), torch.optim.SparseAdam, "SparseAdam of stage 0 takes sparse ones"),
+        (GapAware(), torch.optim.SparseAdam, "gap-aware goes through gradients element by"),
+        (ClipPerStage(norm=1), torch.optim.SparseAdam, "Use nn.Embedding.*sparse=False. with Adam"),
     ],
 )
 def test_an_optimizer_that_does_not_fit_gets_words(
@@ -879,6 +915,23 @@ def test_nothing_is_predicted_for_weights_that_are_not_on_their_way() -> None:
     lent = stage.corrector._predict(Moment(4, stage.version))
     assert lent is not None
     assert all(map(torch.equal, lent, stage.parameters))
+
+
+def test_a_weight_whose_first_gradient_comes_late_is_corrected_like_others() -> None:
+    """Both have moved by one usual step: half of a gradient is left, from the first on."""
+    early, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))
+    groups = groups_of([torch.optim.SGD([early, late], lr=0.1)])
+    around = Surroundings(stage=0, stages=2, lag=2, parameters=(early, late), groups=groups)
+    hook = GapAware().hook(around)
+    read = (torch.full((3,), -0.1), torch.tensor(-0.1))
+    for update in range(70):
+        early.grad = torch.ones(3)
+        late.grad = torch.tensor(1.0) if update >= 60 else None
+        with torch.no_grad():
+            hook.gradients(hook.numbers(Moment(2, update)), read)
+        torch.testing.assert_close(early.grad, torch.full((3,), 0.5))
+        if late.grad is not None:
+            torch.testing.assert_close(late.grad, torch.tensor(0.5))
 
 
 class Scaled(nn.Linear):
@@ -1015,13 +1068,19 @@ def test_the_page_names_every_correction() -> None:
         {"corrections": [DelayCompensation()]},
         {"corrections": [GapAware()]},
         {"corrections": [ClipPerStage(norm=0.5)]},
+        {"corrections": [Predict(horizon="fitted")]},
         {"monitor": Monitor(every=2, probe=True)},
         {"replicas": 2},
     ],
     ids=lambda settings: str(*settings.values()),
 )
+@pytest.mark.parametrize(
+    "method",
+    [StaleWeights(backward="stash"), Phases((Synchronous(), 3), (PipeDream(), None))],
+    ids=["stale", "phases"],
+)
 def test_sparse_gradients_are_corrected_watched_and_averaged_like_others(
-    settings: dict[str, Any],
+    settings: dict[str, Any], method: Method
 ) -> None:
     batches = [(torch.randint(9, (8, 2)), torch.randint(4, (8,))) for _ in range(6)]
 
@@ -1029,7 +1088,7 @@ def test_sparse_gradients_are_corrected_watched_and_averaged_like_others(
         torch.manual_seed(0)
         layers = nn.Embedding(9, 6, sparse=sparse), nn.Flatten(), nn.Linear(12, 4)
         trainer = trainer_for(
-            nn.Sequential(*layers), StaleWeights(backward="stash"),
+            nn.Sequential(*layers), method,
             lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9), cuts=[2], **settings,
         )  # fmt: skip
         for x, y in batches:
@@ -1043,3 +1102,31 @@ def test_sparse_gradients_are_corrected_watched_and_averaged_like_others(
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
     for one, other in zip(ours.readings, theirs.readings, strict=True):
         assert one.value == pytest.approx(other.value, nan_ok=True)
+
+
+def adam_for_each(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """What sparse gradients are usually given: SparseAdam for the embedding, Adam for the rest."""
+    embedding = [p for p in params if p.shape == (9, 6)]
+    rest = [p for p in params if p.shape != (9, 6)]
+    made = [torch.optim.SparseAdam(embedding)] if embedding else []
+    return [*made, torch.optim.Adam(rest)] if rest else [*made]
+
+
+def test_sparse_adam_is_refused_where_gradients_are_averaged() -> None:
+    layers = nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(12, 4)
+
+    def made(averaging: Any) -> offbeat.Trainer:
+        return offbeat.Trainer(
+            nn.Sequential(*layers), loss=nn.functional.cross_entropy, optimizer=adam_for_each,
+            cuts=[2], replicas=2, averaging=averaging,
+        )  # fmt: skip
+
+    for averaging in (None, AllReduce(), DaSGD(every=2, delay=1, warmup=3)):
+        with pytest.raises(
+            ConfigurationError, match="SparseAdam of stage 0 takes sparse ones only"
+        ):
+            made(averaging)
+    trainer = made(LocalSGD(every=2))
+    for _ in range(4):
+        trainer.step(torch.randint(9, (8, 2)), torch.randint(4, (8,)))
+    trainer.flush()

@@ -263,6 +263,25 @@ def test_stages_of_mixed_types_and_frozen_ones_are_watched() -> None:
     assert {reading.stage for reading in trainer.readings if reading.what == "staleness"} == {1}
 
 
+def test_a_probe_leaves_out_what_was_frozen_meanwhile() -> None:
+    """The first weight of a stage: what it read must not be taken for that of the next."""
+    found = []
+    for frozen in (False, True):
+        trainer = trainer_for(mlp(), PipeDream(), cuts=[2, 4], **WATCHED)
+        for x, y in vector_batches(6):
+            trainer.step(x, y)
+        for parameter in trainer.model.parameters():
+            if frozen and parameter.dim() == 2:
+                parameter.requires_grad_(False)
+        point = trainer._workers[0].stage.corrector.stale_weights()
+        assert point is not None
+        assert all(weights.shape == p.shape for p, weights in point.items())
+        found.append(trainer.probe(*vector_batches(1)[0]))
+    assert list(found[1]) == [0, 1, 2]
+    assert found[1] != found[0]
+    assert all(-1 <= cosine <= 1 for cosine in found[1].values())
+
+
 class Widening(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.float()

@@ -1,10 +1,10 @@
 """The probe: one batch's gradient at the weights in use and at the newest, compared per stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from offbeat import nest
@@ -70,9 +70,12 @@ def cosines(
             yield index, float(torch.cosine_similarity(found[0][0], found[1][0], dim=0))
 
 
-def _forward(stage: Stage, recipe: Recipe, point: Sequence[Tensor] | None, given: Nest) -> _Pass:
+def _forward(
+    stage: Stage, recipe: Recipe, point: Mapping[nn.Parameter, Tensor] | None, given: Nest
+) -> _Pass:
+    """``point``: the weights to go by, those of frozen parameters too; None for the newest."""
     trainable = [p for p in stage.module.parameters() if p.requires_grad]
-    values = trainable if point is None else point[: len(trainable)]
+    values = trainable if point is None else [point[p] for p in trainable]
     leaves = [value.detach().requires_grad_() for value in values]
     by_id = {id(p): leaf for p, leaf in zip(trainable, leaves, strict=True)}
     lent = {name: by_id[id(p)] for name, p in stage.module.named_parameters() if id(p) in by_id}

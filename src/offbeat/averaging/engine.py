@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SparseAdam
 
 from offbeat.averaging.base import Averaging, Plan
 from offbeat.averaging.compression import Codec, Int8, codec_for
@@ -51,6 +52,8 @@ class Averager:
         self._transport = transport
         self._ledger = ledger
         self._trainable = [p for p in stage.parameters if p.requires_grad]
+        if self._plan is None or averaging.warmup:
+            _refuse_sparse_only(averaging, stage)
         self._layers = _layers_of(stage, self._plan.fragments if self._plan else 1)
         self._fragments: list[_Fragment] = []
         self._gradient_codec = codec_for(
@@ -298,10 +301,9 @@ class _Fragment:
         _set_attributes(self._codec, state["codec"])
         self.started, self._sent = state["started"], state["sent"]
         self._known, self._measured_from = state["known"], state["measured_from"]
-        # A checkpoint from before they were noted: its average under way is merged without them.
         self._moments_sent = {
             number: [MomentPlace(*moment) for moment in sent]
-            for number, sent in state.get("moments_sent", {}).items()
+            for number, sent in state["moments_sent"].items()
         }
 
     def settle(self) -> None:
@@ -326,6 +328,16 @@ def _attributes(rule: object) -> dict[str, Any]:
 def _set_attributes(rule: object, values: dict[str, Any]) -> None:
     for name, value in values.items():
         setattr(rule, name, value)
+
+
+def _refuse_sparse_only(averaging: Averaging, stage: Stage) -> None:
+    """Averaged gradients are rows of numbers, so all of them come back dense."""
+    if any(isinstance(optimizer, SparseAdam) for optimizer in stage.optimizers):
+        raise ConfigurationError(
+            f"{averaging.title} averages gradients, which makes them dense, and SparseAdam of stage"
+            f" {stage.index} takes sparse ones only. Use nn.Embedding(..., sparse=False) with Adam,"
+            " or an averaging of weights without warmup, such as LocalSGD(every=4)."
+        )
 
 
 def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:

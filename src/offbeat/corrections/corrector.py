@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
 from offbeat.corrections.groups import Group, Tensors, groups_of
 from offbeat.corrections.monitor import Monitor, Watch
 from offbeat.corrections.seen import ReadWeights
+from offbeat.errors import ConfigurationError
 from offbeat.readings import What
-
-_SIZES = "lag and micro-batches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,8 @@ class Corrector:
         """Micro-batches whose gradients the next update applies."""
         self._predicted: dict[tuple[int, int], Tensors | None] = {}
         """Forward weights by version read and lag: the micro-batches of one step share them."""
-        self._loaded: Mapping[str, Tensor] = {}
+        self._loaded: dict[str, Any] = {}
+        """What was loaded, until the next fill begins."""
 
     def begin(self, fill: Fill, optimizers: Sequence[Optimizer]) -> None:
         """Makes ready for a fill; hooks live on from the last one if nothing else has changed."""
@@ -87,7 +87,7 @@ class Corrector:
         self.forget_flights()
         idle = not self._corrections and self._monitor is None
         if fill.lag == 0 or not self._parameters or idle:
-            self._hooks, self._watch, self._loaded = [], None, {}
+            self._drop_hooks()
             return
         sizes = (fill.lag, fill.micro_batches)
         if not self._hooks or before is None or sizes != (before.lag, before.micro_batches):
@@ -99,8 +99,15 @@ class Corrector:
         """Raises what corrections have against these optimizers, at a lag that is to come."""
         if lag and self._parameters:
             around = self._surroundings(lag, groups_of(optimizers))
+            sparse = any(isinstance(optimizer, SparseAdam) for optimizer in optimizers)
             for correction in self._corrections:
-                correction.hook(around)
+                hook = correction.hook(around)
+                if sparse and _changes_gradients(hook):
+                    raise ConfigurationError(
+                        f"{correction.name} goes through gradients element by element, and"
+                        f" SparseAdam of stage {self._stage} takes sparse ones only. Use"
+                        " nn.Embedding(..., sparse=False) with Adam, or leave it out."
+                    )
 
     def _surroundings(self, lag: int, groups: Sequence[Group]) -> Surroundings:
         return Surroundings(
@@ -240,11 +247,12 @@ class Corrector:
 
     def _fill_sparse_gradients(self) -> None:
         """What changes gradients goes element by element."""
-        acting = (type(hook) for hook in self._hooks if hook is not self._watch)
-        changes = any(kind.gradients is not Hook.gradients for kind in acting)
+        changes = any(_changes_gradients(hook) for hook in self._hooks if hook is not self._watch)
         for parameter in self._parameters if changes else ():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
+                for group in self._groups:
+                    group.fill_state(parameter)
 
     def observe(self) -> None:
         """After an update and the learning rate's own step."""
@@ -295,10 +303,11 @@ class Corrector:
         self._last_read = version
         return list(self._watch.readings())
 
-    def stale_weights(self) -> Sequence[Tensor] | None:
+    def stale_weights(self) -> dict[nn.Parameter, Tensor] | None:
         """What the forward of the next gradient to be applied read; None if that is the newest."""
         oldest = min(self._flights, default=None)
-        return None if oldest is None else self._flights[oldest].weights
+        read = None if oldest is None else self._flights[oldest].weights
+        return None if read is None else dict(zip(self._parameters, read, strict=True))
 
     # ---------------------------------------------------------------- memory
 
@@ -313,17 +322,21 @@ class Corrector:
     def forget(self) -> None:
         """Weights were loaded from elsewhere: nothing of the past counts."""
         self.forget_flights()
-        self._hooks, self._watch = [], None
+        self._drop_hooks()
+
+    def _drop_hooks(self) -> None:
+        self._hooks, self._watch, self._read, self._before = [], None, None, None
+        self._loaded = {}
 
     def snapshot(self) -> dict[str, Any]:
         """All it remembers, of batches in flight too, as plain values and tensors."""
         return {
-            "memory": [tensor.detach().clone() for tensor in self._memory()],
+            "corrections": self.state_dict(),
+            "watch": [] if self._watch is None else [t.clone() for t in _memory_of(self._watch)],
             "read": None if self._read is None else self._read.snapshot(),
             "flights": [[batch, self._words(flight)] for batch, flight in self._flights.items()],
             "applied": [self._words(flight) for flight in self._applied],
             "last_read": self._last_read,
-            "loaded": dict(self._loaded),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -331,13 +344,12 @@ class Corrector:
 
         What was taken before a fill has no memory yet, and that of the fill's beginning is fresh.
         """
-        if state["memory"]:
-            with torch.no_grad():
-                for tensor, value in zip(self._memory(), state["memory"], strict=True):
-                    tensor.copy_(value)
+        self.load_state_dict(state["corrections"])
+        if self._watch is not None and state["watch"]:
+            for tensor, value in zip(_memory_of(self._watch), state["watch"], strict=True):
+                tensor.copy_(value)
         if self._read is not None and state["read"] is not None:
             self._read.restore(state["read"])
-        self.load_state_dict(state["loaded"])
         self._flights = {batch: self._flight_of(words) for batch, words in state["flights"]}
         self._applied = [self._flight_of(words) for words in state["applied"]]
         self._last_read = state["last_read"]
@@ -358,7 +370,7 @@ class Corrector:
         return sum(tensor.nbytes for tensor in kept)
 
     def _memory(self) -> list[Tensor]:
-        return [t for hook in self._hooks for of in hook.memory().values() for t in of]
+        return [tensor for hook in self._hooks for tensor in _memory_of(hook)]
 
     def _words(self, flight: _Flight) -> list[Any]:
         kept: Any = flight.weights
@@ -374,40 +386,50 @@ class Corrector:
             kept = self._read.at(place)
         return _Flight(version, kept, None if judged is None else (judged[0], judged[1]))
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """What the corrections remember, complete when nothing is in flight."""
         if self._loaded:  # and no fill has begun since
             return dict(self._loaded)
-        state = {name: tensor.detach().clone() for name, tensor in self._named_memory()}
-        return state | {_SIZES: self._sizes()} if state else {}
+        memory = {name: tensor.detach().clone() for name, tensor in self._named_memory().items()}
+        return {"sizes": self._sizes(), "memory": memory} if memory else {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave, at once or when the next fill begins."""
         self._loaded = dict(state)
         if self.active and self._loaded:
             self._take_loaded()
 
     def _take_loaded(self) -> None:
-        known, loaded, self._loaded = dict(self._named_memory()), dict(self._loaded), {}
+        loaded, self._loaded = self._loaded, {}
+        known, found = self._named_memory(), loaded["memory"]
         # A phase with another lag begins anew, as it would have without a checkpoint.
-        same_sizes = torch.equal(loaded.pop(_SIZES).cpu(), self._sizes())
-        if same_sizes and _shapes(known) == _shapes(loaded):
-            with torch.no_grad():
-                for name, tensor in known.items():
-                    tensor.copy_(loaded[name])
+        if loaded["sizes"] == self._sizes() and shapes_of(found) == shapes_of(known):
+            for name, tensor in known.items():
+                tensor.copy_(found[name])
 
-    def _sizes(self) -> Tensor:
+    def _sizes(self) -> list[int]:
         """Of the fill: memory of another one is of no use."""
         assert self._fill is not None
-        return torch.tensor([self._fill.lag, self._fill.micro_batches])
+        return [self._fill.lag, self._fill.micro_batches]
 
-    def _named_memory(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_memory(self) -> dict[str, Tensor]:
+        """Without the monitor's, which another run may do without."""
         acting = [hook for hook in self._hooks if hook is not self._watch]
-        for place, hook in enumerate(acting):
-            for key, tensors in hook.memory().items():
-                for number, tensor in enumerate(tensors):
-                    yield f"{place}.{self._corrections[place].name}.{key}.{number}", tensor
+        return {
+            f"{place}.{self._corrections[place].name}.{key}.{number}": tensor
+            for place, hook in enumerate(acting)
+            for key, tensors in hook.memory().items()
+            for number, tensor in enumerate(tensors)
+        }
 
 
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def _changes_gradients(hook: Hook) -> bool:
+    return type(hook).gradients is not Hook.gradients
+
+
+def _memory_of(hook: Hook) -> list[Tensor]:
+    return [tensor for tensors in hook.memory().values() for tensor in tensors]
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}

@@ -55,26 +55,31 @@ class Gap(Hook):
     def __init__(self, settings: GapAware, around: Surroundings) -> None:
         self._decay = settings.decay
         self._groups = around.groups
+        self._parameters = around.parameters
         self._places = {id(p): place for place, p in enumerate(around.parameters)}
         self._squares = tuple(torch.zeros_like(p) for p in around.parameters)
-        self._seen = torch.zeros((), dtype=torch.float64, device=around.parameters[0].device)
-        """The weight of all gradients in the running mean: its bias correction."""
-        self._largest = torch.zeros(len(self._groups), dtype=torch.float64)  # on the host
+        # Both on the host. A weight counts its own gradients: it may get its first one late.
+        self._seen = torch.zeros(len(self._squares), dtype=torch.float64)
+        """The weight of all gradients in each running mean: its bias correction."""
+        self._largest = torch.zeros(len(self._groups), dtype=torch.float64)
 
     def numbers(self, moment: Moment) -> Numbers:
-        """Per group the largest learning rate so far; 0 where nothing is to be done."""
+        """Per group the largest learning rate so far, 0 where nothing is to be done; then what
+        each parameter has seen."""
+        counts = torch.tensor([p.grad is not None for p in self._parameters])
+        self._seen.copy_(self._seen.lerp(torch.where(counts, 1.0, self._seen), 1 - self._decay))
         rates = [float(group.lr) for group in self._groups]
         self._largest.copy_(self._largest.maximum(self._largest.new_tensor(rates)))
         largest: list[float] = self._largest.tolist()
-        return largest if moment.lag else [0.0] * len(rates)
+        return [*(largest if moment.lag else [0.0] * len(rates)), *self._seen.tolist()]
 
     def gradients(self, numbers: Numbers, read: Tensors | None) -> None:
         assert read is not None
-        self._seen.mul_(self._decay).add_(1 - self._decay)
-        for group, rate in zip(self._groups, numbers, strict=True):
-            self._shrink(group, float(rate), read)
+        rates, seen = numbers[: len(self._groups)], numbers[len(self._groups) :]
+        for group, rate in zip(self._groups, rates, strict=True):
+            self._shrink(group, float(rate), seen, read)
 
-    def _shrink(self, group: Group, rate: float, read: Tensors) -> None:
+    def _shrink(self, group: Group, rate: float, seen: Numbers, read: Tensors) -> None:
         found = [p for p in group.parameters if p.grad is not None]
         gradients = [p.grad for p in found if p.grad is not None]
         if not found:
@@ -85,7 +90,7 @@ class Gap(Hook):
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - self._decay)
         if not rate:
             return
-        usual = torch._foreach_sqrt(torch._foreach_div(squares, self._seen))
+        usual = torch._foreach_sqrt(torch._foreach_div(squares, [float(seen[n]) for n in places]))
         usual = torch._foreach_add(torch._foreach_mul(usual, rate), _EPS)
         weights = [p.detach() for p in found]
         gap = torch._foreach_abs(torch._foreach_sub(weights, [read[place] for place in places]))
@@ -96,4 +101,4 @@ class Gap(Hook):
         torch._foreach_sub_(gradients, decay)
 
     def memory(self) -> dict[str, Tensors]:
-        return {"squares": (*self._squares, self._seen), "largest": (self._largest,)}
+        return {"squares": self._squares, "seen": (self._seen,), "largest": (self._largest,)}

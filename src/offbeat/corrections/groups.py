@@ -111,6 +111,13 @@ class Group:
             made.append(own.to(moment.dtype))  # a single number would take the step's type
         return tuple(made)
 
+    def fill_state(self, parameter: nn.Parameter) -> None:
+        """Sparse momentum, of a phase with sparse gradients, takes no dense ones."""
+        state = self._optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_sparse:
+                state[key] = value.to_dense()
+
     @contextmanager
     def set_to(self, rate: float, momentum: float | None) -> Iterator[None]:
         """Lends the optimizer another learning rate (by a factor) and momentum."""

@@ -62,10 +62,7 @@ class Watch(Hook):
     def gradients(self, numbers: Numbers, read: Tensors | None) -> None:
         del numbers, read
         now = self.sample.of(
-            tuple(
-                torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-                for p in self._parameters
-            )
+            tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters)
         )
         change = torch.where(self._moved > 0, (now - self._gradient).square().sum(), 0.0)
         self._squares[:2].lerp_(torch.stack([change, self._moved]), 1 - _DECAY)

@@ -29,5 +29,8 @@ class Sample:
     def of(self, tensors: Tensors) -> Tensor:
         """One row with the chosen coordinates of all tensors."""
         return torch.cat(
-            [t.detach().reshape(-1)[at] for t, at in zip(tensors, self._places, strict=True)]
+            [
+                t.detach().to_dense().reshape(-1)[at]
+                for t, at in zip(tensors, self._places, strict=True)
+            ]
         )
