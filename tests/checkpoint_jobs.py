@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from offbeat.corrections import (
     RateByLag,
     SpikeCompensation,
 )
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, OffbeatError, StoppedError
 from offbeat.methods import (
     ADL,
     DDG,
@@ -225,3 +226,18 @@ def unpunctual(folder: str) -> list[float]:
     for x, y in batches[6:]:
         trainer.step(x, y)
     return [float(loss) for loss in trainer.flush()]
+
+
+def stopped() -> str:
+    """What a process is told that goes on after an error."""
+    _, batches = job_of("dropout")
+    guards = offbeat.Guards(nonfinite="stop")
+    trainer = fresh("dropout", StaleWeights(), stages=2, timeout=20, guards=guards)
+    with contextlib.suppress(OffbeatError):
+        for x, y in batches:
+            trainer.step(x * float("nan"), y)
+    try:
+        trainer.step(*batches[0])
+    except StoppedError as error:
+        return str(error)
+    return "nothing"

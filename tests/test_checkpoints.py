@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import threading
 from collections import Counter
@@ -31,6 +32,7 @@ from checkpoint_jobs import (
     interrupted,
     interrupted_all,
     job_of,
+    stopped,
     unpunctual,
 )
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
@@ -166,6 +168,12 @@ def test_whoever_is_early_waits_until_all_have_cleared_up(tmp_path: Path) -> Non
     assert ours == theirs and ours
 
 
+def test_after_an_error_processes_are_told_to_start_again() -> None:
+    for words in launch(stopped, 2, timeout_s=60):
+        assert words.endswith("Start the processes again, and resume() from a checkpoint.")
+    assert stopped().endswith("Go on from a state with load_state_dict(), or build a new Trainer.")
+
+
 @pytest.mark.parametrize("settings", [{"corrections": [GapAware()]}, {"monitor": Monitor()}])
 @pytest.mark.parametrize("before", ["first step", "step after loading", "step after resuming"])
 def test_a_checkpoint_from_before_a_fill_can_be_resumed(
@@ -247,15 +255,32 @@ def in_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([group for group in wanted if group["params"]], momentum=0.9)
 
 
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+
+
+def cycle(optimizer: torch.optim.Optimizer) -> Any:
+    """Two phases, as many as a stage may have groups."""
+    rates = [10 * group["lr"] for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=20)
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> Any:
+    """Two schedulers and one milestone."""
+    parts = [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), falling(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+@pytest.mark.parametrize("scheduler", [falling, cycle, warmed_up])
 @pytest.mark.parametrize("then", [[3], [1, 3], [1, 2, 3]])
-def test_schedulers_pass_to_a_cut_with_other_groups(tmp_path: Path, then: list[int]) -> None:
+def test_schedulers_pass_to_a_cut_with_other_groups(
+    tmp_path: Path, then: list[int], scheduler: Any
+) -> None:
     def made(cuts: list[int]) -> offbeat.Trainer:
         torch.manual_seed(0)
         layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
-        return trainer_for(
-            nn.Sequential(*layers), Synchronous(), in_groups, cuts=cuts,
-            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
-        )  # fmt: skip
+        network = nn.Sequential(*layers)
+        return trainer_for(network, Synchronous(), in_groups, cuts=cuts, scheduler=scheduler)
 
     batches = vector_batches(9, dtype=torch.float32)
     trainer = made([3])
@@ -289,6 +314,48 @@ def test_a_head_s_own_group_is_taken_over_with_it(tmp_path: Path) -> None:
     assert_same_bits(again.state_dict(), trainer.state_dict())
 
 
+def last_first(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """A group per weight, those of a head before the others, at rates of their own."""
+    groups = [{"params": [p], "lr": 0.1 + 0.01 * p.numel()} for p in params]
+    return torch.optim.SGD(groups[::-1], momentum=0.9)
+
+
+def rates_of(trainer: offbeat.Trainer) -> dict[str, float]:
+    """By weight; of a head's weights by their place in its stage."""
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    return {
+        names.get(id(p), f"head of {worker.stage.index}: {number}"): group["lr"]
+        for worker in trainer._workers
+        for number, group in enumerate(worker.stage.optimizers[0].param_groups)
+        for p in group["params"]
+    }
+
+
+def test_rates_are_those_of_the_weights_wherever_a_fresh_head_s_groups_lie(tmp_path: Path) -> None:
+    def made(cuts: list[int]) -> offbeat.Trainer:
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)
+        network = nn.Sequential(*layers).double()
+        return trainer_for(network, DGL(), last_first, cuts=cuts, scheduler=falling)
+
+    batches = vector_batches(9)
+    trainer, fresh_one = made([2]), made([3])
+    for x, y in batches[:4]:
+        trainer.step(x, y)
+    trainer.save(tmp_path, drain=True, wait=True)
+    again = made([3])
+    again.resume(tmp_path)
+    for x, y in batches[4:]:
+        trainer.step(x, y)
+        again.step(x, y)
+    for x, y in batches:
+        fresh_one.step(x, y)
+    ours, theirs, heads = rates_of(again), rates_of(trainer), rates_of(fresh_one)
+    assert any(name.startswith("head") for name in ours)
+    for name, rate in ours.items():  # a fresh head goes by the same clock, from rates of its own
+        assert rate == pytest.approx((heads if name.startswith("head") else theirs)[name]), name
+
+
 def test_sparse_momentum_is_stored_as_well(tmp_path: Path) -> None:
     def made() -> offbeat.Trainer:
         torch.manual_seed(0)
@@ -310,6 +377,12 @@ def test_sparse_momentum_is_stored_as_well(tmp_path: Path) -> None:
         trainer.step(x, y)
         again.step(x, y)
     torch.testing.assert_close(again.state_dict(), trainer.state_dict())
+    with pytest.raises(CheckpointError) as found:
+        trainer.save(tmp_path / "exact", wait=True)
+    words = str(found.value)
+    assert "layout torch.sparse_coo cannot be stored" in words
+    assert "an optimizer keeps it for sparse gradients, save with drain=True" in words
+    assert words.endswith("Training can go on."), "the next save could not store it either"
 
 
 class Unpicklable(nn.Linear):
@@ -330,6 +403,43 @@ def test_what_cannot_be_written_is_said_whatever_it_is(tmp_path: Path) -> None:
         trainer_of_a_step().save(tmp_path / "file", wait=True)
 
 
+def test_a_folder_that_cannot_be_looked_into_any_more_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of_a_step()
+    trainer.save(tmp_path, wait=True)
+    listed = Path.iterdir
+
+    def locked(self: Path) -> Any:
+        if self == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", locked)
+    words = r"Permission denied \(.*\)\. Its folder cannot be looked into \(Permission denied\)\."
+    with pytest.raises(CheckpointError, match=words):
+        trainer.save(tmp_path, wait=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EIO, os.strerror(errno.EIO)), "Input/output error. There is no"),
+        (OSError("the drive has gone"), "the drive has gone. There is no"),
+        (CheckpointError("a lock cannot be stored."), "a lock cannot be stored. There is no"),
+    ],
+)
+def test_trouble_is_told_in_whole_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def trouble(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(tensorfile, "write", trouble)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        trainer_of_a_step().save(tmp_path, wait=True)
+
+
 def trainer_of_a_step() -> offbeat.Trainer:
     trainer = trainer_for(mlp(), cuts=[4])
     trainer.step(*vector_batches(1)[0])
@@ -347,6 +457,17 @@ def test_a_place_that_is_no_place_of_checkpoints_is_refused(tmp_path: Path) -> N
         with pytest.raises(ConfigurationError, match=words):
             trainer_for(mlp(), cuts=[4]).resume(wrong)
     assert trainer_for(mlp(), cuts=[4]).resume(tmp_path / "none yet").step == 0
+
+
+def test_a_checkpoint_is_known_by_any_name_and_other_manifests_are_not_taken_for_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / MANIFEST).write_text('{"name": "an app", "files": {}}')
+    place = trainer_of_a_step().save(tmp_path, wait=True)
+    assert trainer_for(mlp(), cuts=[4]).resume(tmp_path).step == 1
+    renamed = place.rename(tmp_path / "best")
+    with pytest.raises(ConfigurationError, match="is a checkpoint itself.*call it step-000001 aga"):
+        trainer_for(mlp(), cuts=[4]).resume(renamed)
 
 
 def test_a_trunk_is_cut_as_before(tmp_path: Path) -> None:
@@ -604,6 +725,51 @@ def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
         trainer_for(network, StaleWeights(), adamw, stages=3, seed=3).resume(tmp_path)
 
 
+def test_another_optimizer_is_refused_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    batches = vector_batches(2)
+    trained(mlp(), batches, optimizer=adamw, cuts=[4]).save(tmp_path, drain=True, wait=True)
+    words = "state of AdamW for '0.weight', and the trainer was built with SGD"
+    with pytest.raises(ConfigurationError, match=words):
+        trainer_for(mlp(), cuts=[4]).resume(tmp_path)
+    by_cost = trainer_for(mlp(), stages=2)  # no stage before the first batch, and no optimizer
+    by_cost.resume(tmp_path)
+    with pytest.raises(ConfigurationError, match=words):
+        by_cost.step(*batches[0])
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_rates_come_from_the_checkpoint_and_can_be_changed_then(
+    tmp_path: Path, drain: bool
+) -> None:
+    """As docs/checkpoints.md says: the groups', and where a scheduler makes them its first ones."""
+    batches = vector_batches(4)
+
+    def at(rate: float, **settings: Any) -> offbeat.Trainer:
+        return trainer_for(
+            mlp(), StaleWeights(), lambda params: torch.optim.SGD(params, lr=rate), cuts=[4],
+            **settings,
+        )  # fmt: skip
+
+    for name, settings in (("plain", {}), ("scheduled", {"scheduler": falling})):
+        saved_at = at(0.3, **settings)
+        for x, y in batches:
+            saved_at.step(x, y)
+        saved_at.save(tmp_path / name, drain=drain, wait=True)
+        again = at(0.5, **settings)
+        again.resume(tmp_path / name)
+        assert again.learning_rate == saved_at.learning_rate
+        stages = [worker.stage for worker in again._workers]
+        for stage in stages:
+            if settings:
+                stage.schedulers[0].base_lrs = [0.6]
+            else:
+                stage.optimizers[0].param_groups[0]["lr"] = 0.6
+        again.step(*batches[0])
+        again.flush()
+        rates = [stage.optimizers[0].param_groups[0]["lr"] for stage in stages]
+        assert rates == [pytest.approx(0.6 / (1 + s.version) if settings else 0.6) for s in stages]
+
+
 def test_a_checkpoint_of_more_processes_is_refused(tmp_path: Path) -> None:
     launch(interrupted_all, 2, str(tmp_path), [("cnn", DSP(), 3, {"stages": 2})], timeout_s=60)
     with pytest.raises(ConfigurationError, match="a number of processes of 2, .* has 1"):
@@ -713,6 +879,18 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     assert_same_bits(again.state_dict(), trainer.state_dict())
     shutil.rmtree(tmp_path / "step-000004")
     with pytest.raises(CheckpointError, match="(?s)none of the 1 checkpoints.*an empty folder"):
+        fresh("cnn", StaleWeights(), stages=3).resume(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_words(tmp_path: Path) -> None:
+    saved(tmp_path)
+    file = tmp_path / "step-000004" / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    words = (
+        "(?s)step-000004 cannot be used: it has format 1, and this version of offbeat reads 2;"
+        " the version that saved it can go on from it.*Give an empty folder to start anew"
+    )
+    with pytest.raises(CheckpointError, match=words):
         fresh("cnn", StaleWeights(), stages=3).resume(tmp_path)
 
 

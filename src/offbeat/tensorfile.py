@@ -223,8 +223,9 @@ def _words(part: Any, tensors: list[Tensor]) -> Any:
 def _plain(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(
-            f"a tensor of layout {tensor.layout} is in flight, and a checkpoint holds dense ones"
-            " only: save with drain=True."
+            f"a tensor of layout {tensor.layout} cannot be stored in a checkpoint, which holds"
+            " dense ones only. If it is in flight, or an optimizer keeps it for sparse gradients,"
+            " save with drain=True; if it is the data's position, give data= plain values."
         )
     return tensor.resolve_conj().resolve_neg()
 

@@ -171,10 +171,8 @@ class Trainer:
         self._models = [self._cut.model]
         self._frozen: list[tuple[str, nn.Parameter]] = []
         """Parameters that were not trained when the stages were made."""
-        self._copied_modes: list[tuple[nn.Module, nn.Module]] = []
-        """Modules of the user's model and their copies, which train or evaluate as they do."""
-        self._copied_parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Its parameters and their copies, which are frozen as they are."""
+        self._copied: list[tuple[Any, Any, str]] = []
+        """Parts of the user's model, their copies, and what both have alike in every step."""
         self._awaited: deque[range] = deque()
         self._owed: list[Tensor] = []
         self._next_batch = 0
@@ -371,10 +369,8 @@ class Trainer:
         if self._plan is not None and self._step == 0:
             checks.warn_of_small_parts(shards[0], self._schedule.micro_batches, self._plan)
         self._refuse_thawed()
-        for ours, theirs in self._copied_modes:
-            theirs.training = ours.training
-        for parameter, copied in self._copied_parameters:
-            copied.requires_grad = parameter.requires_grad
+        for ours, theirs, name in self._copied:
+            setattr(theirs, name, getattr(ours, name))
         with self._stopping_on_error(), torch.enable_grad():
             if self._processes is not None and self._step == 0:
                 self._processes.refuse_equal_shards(x, y)
@@ -656,7 +652,7 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads weights of the unsplit model; also the way to go on after an error."""
+        """Loads weights of the unsplit model; in one process also the way on after an error."""
         flying = max((worker.stage.in_flight for worker in self._workers), default=0)
         if self._stopped is None and flying:
             raise ConfigurationError(
@@ -668,13 +664,14 @@ class Trainer:
                 model.load_state_dict(state)
         self._discard()
         if self._workers:
-            self._wait_for_all("weights loaded")
+            self._meet("weights loaded")  # who goes on early sends what others then clear away
 
-    def _wait_for_all(self, name: str) -> None:
-        """Whoever goes on early would send what others then clear away."""
-        if self._processes is not None:
-            with self._stopping_on_error():
-                self._processes.meet(name, None)
+    def _meet(self, name: str, value: Any = None) -> list[Any]:
+        """Every process's value, by rank; nobody goes on before all are here."""
+        if self._processes is None:
+            return [value]
+        with self._stopping_on_error():
+            return self._processes.meet(name, value)
 
     def _discard(self) -> None:
         """Forgets whatever is in flight: weights come from elsewhere."""
@@ -760,16 +757,13 @@ class Trainer:
         cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
         self._models = [cut.model for cut in cuts]
         self._frozen = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
-        self._copied_modes = [
-            pair
-            for model in self._models[1:]
-            for pair in zip(self.model.modules(), model.modules(), strict=True)
-        ]
-        self._copied_parameters = [
-            pair
-            for model in self._models[1:]
-            for pair in zip(self.model.parameters(), model.parameters(), strict=True)
-        ]
+        for copied in self._models[1:]:
+            for parts, name in (
+                (nn.Module.modules, "training"),
+                (nn.Module.parameters, "requires_grad"),
+            ):
+                pairs = zip(parts(self.model), parts(copied), strict=True)
+                self._copied += [(ours, theirs, name) for ours, theirs in pairs]
         for replica, cut, transport in zip(self._here, cuts, self._transports, strict=True):
             modules = cut.modules()
             heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
@@ -870,10 +864,12 @@ class Trainer:
     def _refuse_if_stopped(self) -> None:
         self._catching_up.refuse_if_behind()
         if self._stopped is not None:
+            way_on = "Start the processes again, and resume() from a checkpoint."
+            if self._processes is None:
+                way_on = "Go on from a state with load_state_dict(), or build a new Trainer."
             raise StoppedError(
                 f"this run ended at an earlier error ({self._stopped}), with batches in flight that"
-                " some stages may have applied and others not. Load a state with load_state_dict()"
-                " to go on from there, or build a new Trainer."
+                f" some stages may have applied and others not. {way_on}"
             )
 
     @contextmanager

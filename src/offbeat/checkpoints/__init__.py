@@ -23,9 +23,9 @@ from offbeat import __version__, tensorfile
 from offbeat.checkpoints import drained
 from offbeat.checkpoints.folder import (
     FORMAT,
-    MANIFEST,
     Found,
     candidates,
+    name_of,
     place_of,
     refuse_strange,
 )
@@ -181,7 +181,7 @@ class Checkpoints:
         except CheckpointError as error:
             refusal = error
         # Nobody goes on before all have looked at their messages; and all refuse, or none.
-        words = self._meet("saving", None if refusal is None else str(refusal))
+        words = trainer._meet("saving", None if refusal is None else str(refusal))
         refusal = refusal or self._refusal_without(words)
         refusal = refusal or next((CheckpointError(text) for text in words if text), None)
         if refusal is not None:
@@ -255,7 +255,7 @@ class Checkpoints:
                 self._resume_exactly(found)
             else:
                 self._resume_drained(found)
-        trainer._wait_for_all("resumed")
+        trainer._meet("resumed")  # who goes on early sends what others then clear away
         stored = tensorfile.read(found.path / DATA) if found.manifest["data"] else None
         if stored is not None and hasattr(data, "load_state_dict"):
             data.load_state_dict(stored)
@@ -272,7 +272,7 @@ class Checkpoints:
         _refuse_misplaced(folder)
         found = candidates(folder)
         steps = [each.step for each in found]
-        for rank, others in enumerate(self._meet("checkpoints", steps)):
+        for rank, others in enumerate(self._trainer._meet("checkpoints", steps)):
             if others is not LOST and others != steps:
                 raise ConfigurationError(
                     f"rank {self._trainer.rank} finds the checkpoints of steps {steps} in {folder},"
@@ -280,7 +280,7 @@ class Checkpoints:
                 )
         skipped: list[str] = []
         for each in found:
-            problems = self._meet("problem", each.problem(self._needed(each)))
+            problems = self._trainer._meet("problem", each.problem(self._needed(each)))
             problem = next((text for text in problems if text not in (None, LOST)), None)
             if problem is None:
                 return each, skipped
@@ -309,13 +309,6 @@ class Checkpoints:
         trainer = self._trainer
         stages = range(trainer.stages) if trainer._processes is None else [trainer._processes.stage]
         return [_name(replica, stage) for replica in trainer._here for stage in stages]
-
-    def _meet(self, name: str, value: Any) -> list[Any]:
-        processes = self._trainer._processes
-        if processes is None:
-            return [value]
-        with self._trainer._stopping_on_error():
-            return processes.meet(name, value)
 
     def _compare(self, found: Found) -> None:
         """Refuses a checkpoint of another model or, where bits count, of other settings."""
@@ -422,9 +415,11 @@ def _refuse_misplaced(folder: Path) -> None:
     """What looks like a place of checkpoints and is none would start a run anew."""
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"{folder} is a file: give the folder that save() was given.")
-    if (folder / MANIFEST).exists():
+    name = name_of(folder)
+    if name is not None:
+        again = "" if name == folder.name else f", and call it {name} again"
         raise ConfigurationError(
-            f"{folder} is a checkpoint itself: give the folder around it, {folder.parent}."
+            f"{folder} is a checkpoint itself: give the folder around it, {folder.parent}{again}."
         )
     inner = folder / "checkpoints"
     if candidates(inner) and not candidates(folder):

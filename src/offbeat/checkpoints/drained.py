@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from offbeat.corrections.corrector import shapes_of
 from offbeat.errors import ConfigurationError
 from offbeat.snapshot import copied, load_optimizer
 from offbeat.stage import Stage
@@ -46,15 +48,10 @@ def stage_state(stage: Stage, model: nn.Module) -> State:
                 }
             )
         )
-    heads = {
-        name: value.detach().clone()
-        for head in stage.modules[1:]
-        for name, value in head.state_dict().items()
-    }
     return {
         "version": stage.version,
         "optimizers": optimizers,
-        "head": heads,
+        "head": {} if stage._head is None else copied(dict(stage._head.state_dict())),
         "corrections": stage.corrector.state_dict(),
     }
 
@@ -71,15 +68,16 @@ def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
     head = _stored_head(stage, states)
     for number, optimizer in enumerate(stage.optimizers):
         state = optimizer.state_dict() | {"state": {}}
-        sources: list[tuple[State, int]] = []
+        schedules: list[_Scheduled | None] = []
         for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True):
             own = [names[id(parameter)] for parameter in held["params"]]
             known = [name for name in own if head is not None or not name.startswith(_HEAD)]
             if not known:
-                continue  # of a head, which a fresh one has to learn anyway
+                schedules.append(None)  # of a head, which a fresh one has to learn anyway
+                continue
             source = _owner(stored, known[0], optimizer)
             place = next(n for n, g in enumerate(source["groups"]) if known[0] in g["params"])
-            sources.append((source, place))
+            schedules.append(_Scheduled(source["scheduler"], len(source["groups"]), place))
             rates = source["groups"][place]
             group.update({key: value for key, value in rates.items() if key != "params"})
             for index, name in zip(group["params"], own, strict=True):
@@ -87,28 +85,19 @@ def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
                     if name in known and name in other["weights"]:
                         state["state"][index] = other["weights"][name]
         load_optimizer(optimizer, copied(state))
-        if sources and stage.schedulers and all(source["scheduler"] for source, _ in sources):
-            # Fresh heads have groups of their own, which are few, and come last.
-            sources += [sources[-1]] * (len(optimizer.param_groups) - len(sources))
-            found = [_Scheduled(s["scheduler"], len(s["groups"]), place) for s, place in sources]
-            stage.schedulers[number].load_state_dict(copied(_regrouped(found)))
+        if stage.schedulers:
+            _take_schedules(stage.schedulers[number], schedules)
     stage.version = max(state["version"] for state in states)
-    if head is not None:
-        for own_head in stage.modules[1:]:
-            own_head.load_state_dict(head)
+    if stage._head is not None and head is not None:
+        stage._head.load_state_dict(head)
 
 
 def _stored_head(stage: Stage, states: Sequence[State]) -> State | None:
     """None for a head of another cut, which is made for other activations and starts anew."""
     found: State = states[stage.index]["head"] if stage.index < len(states) else {}
-    for head in stage.modules[1:]:
-        if _shapes(head.state_dict()) == _shapes(found):
-            return found
-    return None
-
-
-def _shapes(state: State) -> dict[str, Any]:
-    return {name: value.shape for name, value in state.items()}
+    if stage._head is None or shapes_of(stage._head.state_dict()) != shapes_of(found):
+        return None
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,21 +108,38 @@ class _Scheduled:
     groups: int
     place: int
 
+    def part(self, number: int) -> "_Scheduled":
+        """Of one that is made of several."""
+        return replace(self, scheduler=self.scheduler["_schedulers"][number])
 
-def _regrouped(found: Sequence[_Scheduled]) -> State:
-    """The state of a scheduler for these groups: of each what its own had for it."""
-    last = found[-1]
-    made = dict(last.scheduler)
-    for key, value in last.scheduler.items():
-        if key == "_schedulers":  # of one that is made of several
-            made[key] = [
-                _regrouped([replace(one, scheduler=one.scheduler[key][n]) for one in found])
-                for n in range(len(value))
-            ]
-        elif isinstance(value, list) and len(value) == last.groups and key != "_milestones":
+
+def _take_schedules(scheduler: LRScheduler, schedules: Sequence[_Scheduled | None]) -> None:
+    """``schedules``: one per group of the scheduler's optimizer; None for a fresh group."""
+    known = [one for one in schedules if one is not None]
+    if known and all(one.scheduler for one in known):
+        # What is fresh goes by the same clock, from the rate it was given.
+        own = scheduler.state_dict()
+        found = [one or _Scheduled(own, len(schedules), n) for n, one in enumerate(schedules)]
+        scheduler.load_state_dict(copied(_regrouped(found, known[-1])))
+
+
+def _regrouped(found: Sequence[_Scheduled], clock: _Scheduled) -> State:
+    """The state of a scheduler for these groups: of each what its own had for it.
+
+    ``clock``: one of them, for what is not by group.
+    """
+    made = dict(clock.scheduler)
+    for key, value in clock.scheduler.items():
+        if key == "_schedulers":
+            parts = range(len(value))
+            made[key] = [_regrouped([o.part(n) for o in found], clock.part(n)) for n in parts]
+        elif isinstance(value, list) and len(value) == clock.groups and key not in _NOT_BY_GROUP:
             made[key] = [one.scheduler[key][one.place] for one in found]
     return made
 
+
+_NOT_BY_GROUP = ("_milestones", "_schedule_phases")
+"""Lists of SequentialLR and OneCycleLR that may happen to be as long as there are groups."""
 
 _HEAD = "head of stage "
 
@@ -141,8 +147,8 @@ _HEAD = "head of stage "
 def _names(stage: Stage, model: nn.Module) -> dict[int, str]:
     """The unsplit model's name of every weight; a head's weights are named by their stage."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for head in stage.modules[1:]:
-        for name, parameter in head.named_parameters():
+    if stage._head is not None:
+        for name, parameter in stage._head.named_parameters():
             names[id(parameter)] = f"{_HEAD}{stage.index}: {name}"
     return names
 

@@ -25,7 +25,7 @@ from offbeat.errors import CheckpointError
 from offbeat.tensorfile import Written
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced\.partial")
 
@@ -67,7 +67,7 @@ class Found:
         if self.manifest.get("format") != FORMAT:
             return (
                 f"it has format {self.manifest.get('format')}, and this version of offbeat reads"
-                f" {FORMAT}"
+                f" {FORMAT}; the version that saved it can go on from it"
             )
         for name in names:
             entry = self.manifest["files"].get(name)
@@ -96,6 +96,17 @@ def candidates(folder: Path) -> list[Found]:
         if name and (path / MANIFEST).exists():
             found.append(Found.at(path, int(name[1])))
     return sorted(found, key=lambda each: -each.step)
+
+
+def name_of(path: Path) -> str | None:
+    """What a checkpoint is called in its folder, whatever it is now; None for anything else.
+
+    Other things have a file called manifest.json, too.
+    """
+    if _NAME.fullmatch(path.name) or _REPLACED.fullmatch(path.name):
+        return path.name if (path / MANIFEST).exists() else None
+    manifest = Found.at(path, 0).manifest or {}
+    return place_of(path, manifest["step"]).name if "kind" in manifest else None
 
 
 def publish(folder: Path, step: int, manifest: dict[str, Any], keep: int) -> None:

@@ -113,15 +113,13 @@ class Writer:
             # again and another does not, they would wait for each other.
             (note,) = self._everyone.hear(outcome, [first], given_up)
             if note is None:
-                problem = f"rank {first} did not say that all is written"
-            else:
-                problem = note.get("problem")
-                if problem is not None:
-                    self._make_room(order)
+                note = {"problem": f"rank {first} did not say that all is written"}
+            elif "problem" in note:
+                self._make_room(order)
         except RuntimeError as error:  # the store has gone, and with it everybody else
-            problem = str(error).splitlines()[0]
-        if problem is not None:
-            self._error = _failed(order, problem)
+            note = {"problem": str(error).splitlines()[0]}
+        if "problem" in note:
+            self._error = _failed(order, note)
 
     def _write_own(self, order: Order) -> dict[str, Any]:
         aside = partial_of(order.folder, order.step)
@@ -129,9 +127,9 @@ class Writer:
         return {"files": {name: _write_file(aside / name, v) for name, v in order.files.items()}}
 
     def _put_together(self, order: Order, notes: list[Any]) -> dict[str, Any]:
-        problem = _first_problem(order.ranks, notes)
-        if problem is not None:
-            return {"problem": problem}
+        trouble = _first_trouble(order.ranks, notes)
+        if trouble is not None:
+            return trouble
         files = {name: entry for note in notes for name, entry in note["files"].items()}
         return _try(lambda: self._publish(order, files))
 
@@ -171,31 +169,41 @@ def _try(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return action()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return {"problem": "the disk is full" if full else f"{error.strerror} ({error.filename})"}
+        return {"problem": "the disk is full" if full else _in_words(error)}
     except CheckpointError as error:
-        return {"problem": str(error)}
+        return {"problem": str(error), "lasts": True}
     except Exception as error:  # of anything else nobody would hear: this is a thread
-        return {"problem": f"{type(error).__name__}: {error}"}
+        return {"problem": f"{type(error).__name__}: {error}", "lasts": True}
 
 
-def _first_problem(ranks: Sequence[int], notes: list[Any]) -> str | None:
+def _in_words(error: OSError) -> str:
+    words = error.strerror or str(error)
+    return words if error.filename is None else f"{words} ({error.filename})"
+
+
+def _first_trouble(ranks: Sequence[int], notes: list[Any]) -> dict[str, Any] | None:
     for rank, note in zip(ranks, notes, strict=True):
         if note is None:
-            return f"rank {rank} did not say that it has written its part"
+            return {"problem": f"rank {rank} did not say that it has written its part"}
         if "problem" in note:
             where = "" if len(notes) == 1 else f" (rank {rank})"
-            return f"{note['problem']}{where}"
+            return {**note, "problem": f"{note['problem'].rstrip('.')}{where}"}
     return None
 
 
-def _failed(order: Order, problem: str) -> CheckpointError:
-    left = candidates(order.folder)
-    newest = (
-        f"The newest complete one is {left[0].path}."
-        if left
-        else "There is no complete one in this folder."
-    )
+def _failed(order: Order, note: dict[str, Any]) -> CheckpointError:
+    try:
+        left = candidates(order.folder)
+        newest = (
+            f"The newest complete one is {left[0].path}."
+            if left
+            else "There is no complete one in this folder."
+        )
+    except OSError as error:  # the folder itself may be the trouble
+        newest = f"Its folder cannot be looked into ({error.strerror})."
+    # What cannot be stored now cannot be stored later; a disk may have room again.
+    lasts, again = note.get("lasts", False), "; the next save tries again"
     return CheckpointError(
-        f"the checkpoint of step {order.step} could not be written to {order.folder}: {problem}."
-        f" {newest} Training can go on; the next save tries again."
+        f"the checkpoint of step {order.step} could not be written to {order.folder}:"
+        f" {note['problem'].rstrip('.')}. {newest} Training can go on{'' if lasts else again}."
     )
