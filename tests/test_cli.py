@@ -255,7 +255,7 @@ def test_picture_keeps_to_the_width_and_says_that_it_was_cut(
 # Mistakes
 
 MISTAKES = [
-    ("schedule auto", "auto is no method: it chooses one for a model, its optimizer and batch."),
+    ("schedule auto", "method 'auto' stands for one that is chosen for a model"),
     ("schedule pipedraem", "unknown method 'pipedraem'. Did you mean 'pipedream'?"),
     ("timeline Stale-Wieghts", "Did you mean 'stale-weights'?"),
     ("schedule zzz", "Known: synchronous, gpipe, 1f1b,"),

@@ -114,6 +114,9 @@ class Updates:
         for column, value in zip(self._columns, values, strict=True):
             column.append(value)
 
+    def __repr__(self) -> str:
+        return f"Updates({len(self)})"
+
     def __len__(self) -> int:
         return len(self._columns[0])
 

@@ -14,12 +14,21 @@ class Named(Protocol):
 Kind = TypeVar("Kind", bound=Named)
 
 
-def made(what: str, kinds: Sequence[type[Kind]], name: str, settings: dict[str, Any]) -> Kind:
-    """The one of these dataclasses that has this name, case ignored, with these settings."""
+def made(
+    what: str,
+    kinds: Sequence[type[Kind]],
+    name: str,
+    settings: dict[str, Any],
+    also: Sequence[str] = (),
+) -> Kind:
+    """The one of these dataclasses that has this name, case ignored, with these settings.
+
+    ``also``: names that are understood elsewhere, for the list of those that are known.
+    """
     kind = kind_named(kinds, name)
     if kind is None:
         _explain(what, kinds, name)
-        raise unknown(what, name, [kind.name for kind in kinds])
+        raise unknown(what, name, [*(kind.name for kind in kinds), *also])
     _check(kind, settings)
     return kind(**settings)
 

@@ -227,6 +227,10 @@ class Trainer:
 
     # ---------------------------------------------------------------- what it is
 
+    def __repr__(self) -> str:
+        lags = " ".join(map(str, self.lags))
+        return f"Trainer({self.method!r}, stages={self.stages}, lag {lags}, step {self._step})"
+
     @property
     def model(self) -> nn.Module:
         """The unsplit model with the newest weights of the stages of this process (replica 0's)."""

@@ -24,13 +24,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from offbeat import __version__
 from offbeat.averaging import Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
-from offbeat.errors import BatchError, CheckpointError, ConfigurationError, unknown
+from offbeat.errors import BatchError, CheckpointError, ConfigurationError
 from offbeat.evaluation import Evaluation
 from offbeat.experiment import Experiment
 from offbeat.guards import Guards, Update, Updates
 from offbeat.memory import StageMemory
-from offbeat.methods import METHODS, Method, Phases, Synchronous, method_named
-from offbeat.names import kind_named
+from offbeat.methods import Method, Phases, Synchronous, method_named
 from offbeat.optimizers import Muon
 from offbeat.planning import Auto, settings_of
 from offbeat.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
@@ -317,8 +316,6 @@ def method_of(experiment: Experiment, steps_per_epoch: int) -> Method | Auto:
     name = experiment.method.name
     if name.lower() == "auto":
         return _auto(experiment)
-    if kind_named(METHODS, name) is None:  # in words that know of "auto", which is no method itself
-        raise unknown("method", name, [*(kind.name for kind in METHODS), "auto"])
     method = method_named(name, **experiment.method.settings)
     if experiment.hybrid is None:
         return method

@@ -134,11 +134,6 @@ def read_method(name: str, *texts: str | None) -> Method:
     A setting it lacks is refused here, because the library's message would list ``hop`` and
     ``backward``, and as options of ``timeline`` these are costs.
     """
-    if name.lower() == "auto":
-        raise ConfigurationError(
-            "auto is no method: it chooses one for a model, its optimizer and batch. 'offbeat train"
-            " --method auto --stages 4 --max-steps 1' prints which; ask for that one here."
-        )
     kind = type(method_named(name))
     takes = {field.name for field in fields(kind)}
     settings = {}

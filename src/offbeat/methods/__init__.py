@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError
 from offbeat.methods.adl import ADL
 from offbeat.methods.base import RULES, Asynchronous, Method, Rule
 from offbeat.methods.ddg import DDG
@@ -17,7 +17,7 @@ from offbeat.methods.pipedream import PipeDream
 from offbeat.methods.pipedream_2bw import PipeDream2BW
 from offbeat.methods.stale_weights import StaleWeights
 from offbeat.methods.synchronous import Synchronous
-from offbeat.names import kind_named, made
+from offbeat.names import made
 
 METHODS: tuple[type[Method], ...] = (
     Synchronous,
@@ -45,15 +45,13 @@ def method_named(name: str, **settings: Any) -> Method:
     synchronous, gpipe, 1f1b, pipedream, pipedream-2bw, ddg, features-replay, fdg, stale-weights,
     adl, dsp, dgl, auto.
     """
-    known = [kind.name for kind in METHODS]
     if name.strip().lower() == "auto":
         raise ConfigurationError(
-            f"method {name!r} stands for one that is chosen for a model, by Trainer(method='auto')"
-            f" or 'offbeat train --method auto'. Give one by its name here: {', '.join(known)}."
+            f"method {name!r} stands for one that is chosen for a model, its optimizer and batch by"
+            " Trainer(method='auto') or 'offbeat train --method auto', which say what they choose."
+            " Give that one here, by its name."
         )
-    if kind_named(METHODS, name) is None:
-        raise unknown("method", name, [*known, "auto"])
-    return made("method", METHODS, name, settings)
+    return made("method", METHODS, name, settings, also=["auto"])
 
 
 __all__ = [
