@@ -13,8 +13,10 @@ from torch.nn import functional as F
 import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, plain_loop, vector_batches
+from offbeat.cut import _other_gradient, _summary
 from offbeat.errors import BatchError, ConfigurationError, StageError
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
+from offbeat.trunk import same_values
 
 METHODS: list[Method] = [Synchronous(), StaleWeights(), ADL(2), DSP()]
 
@@ -180,11 +182,19 @@ class Tower(nn.Module):
         self.centred, self.inlet, self.head = Centred(), nn.Linear(6, 8), nn.Linear(8, 4)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.inlet(self.centred(x))
+    def before(self, x: Tensor) -> Tensor:
+        return self.inlet(self.centred(x))  # type: ignore[no-any-return]
+
+    def between(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
             hidden = block(hidden)
+        return hidden
+
+    def behind(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.between(self.before(x)))
 
 
 class Backwards(nn.Module):
@@ -361,14 +371,446 @@ def test_buffers_of_the_model_itself_are_those_of_its_ends(where: str, replicas:
 
 
 @pytest.mark.parametrize(
-    "where", [("before", "read"), ("before", "behind"), ("between",), ("between anew",)], ids=str
+    ("where", "words"),
+    [
+        (("before", "read"), "is written before the blocks and used before and behind them"),
+        (("before", "behind"), "is written before and behind the blocks"),
+        (("between",), "is written between its blocks, .* write it before or behind them"),
+        (("between anew",), "is written between its blocks, .* write it before or behind them"),
+    ],
+    ids=str,
 )
 def test_a_buffer_written_at_one_end_and_used_at_the_other_is_refused(
-    where: tuple[str, ...],
+    where: tuple[str, ...], words: str
 ) -> None:
     batches = vector_batches(1, dtype=torch.float32)
-    with pytest.raises(ConfigurationError, match="buffer 'seen' of this Notes is written"):
+    with pytest.raises(ConfigurationError, match=f"buffer 'seen' of this Notes {words}"):
         trained(Notes(*where), batches, Synchronous(), stages=2)
+
+
+class Counts(Tower):
+    """Two buffers of one module, each written at another end."""
+
+    n_in: Tensor
+    n_out: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n_in", torch.zeros(()))
+        self.register_buffer("n_out", torch.zeros(()))
+
+    def before(self, x: Tensor) -> Tensor:
+        self.n_in += 1
+        return super().before(x)
+
+    def behind(self, hidden: Tensor) -> Tensor:
+        self.n_out += 1
+        return super().behind(hidden)
+
+
+def test_buffers_of_one_module_written_at_both_ends_are_refused() -> None:
+    words = r"'n_in' is written before the blocks and 'n_out' behind them.*\(Counts\).*of its own"
+    with pytest.raises(ConfigurationError, match=words):
+        trained(Counts(), vector_batches(1, dtype=torch.float32), Synchronous(), stages=2)
+
+
+class Scales(Tower):
+    """Makes something of a constant before the blocks and uses it behind them."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((4,), 0.5))
+
+    def before(self, x: Tensor) -> Tensor:
+        self.twice = 2 * self.scale
+        return super().before(x)
+
+    def behind(self, hidden: Tensor) -> Tensor:
+        return super().behind(hidden) * self.twice
+
+
+def test_a_constant_that_is_loaded_reaches_both_ends() -> None:
+    batches = vector_batches(2, dtype=torch.float32)
+    found = trained(Scales(), batches, Synchronous(), stages=2)
+    state = found.state_dict() | {"scale": torch.full((4,), 3.0)}
+    found.load_state_dict(state)
+    model = Scales().eval()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        loss = float(F.cross_entropy(model(batches[0][0]), batches[0][1]))
+    assert found.evaluate(batches[:1]).loss == pytest.approx(loss, abs=1e-6)
+
+
+class Remembers(nn.Linear):
+    """A block that takes off a mean, which something else may write."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.mean
+
+
+class Tells(Tower):
+    """Writes at an end what some of its blocks read."""
+
+    mean: Tensor
+
+    def __init__(self, end: str, readers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.end = end
+        self.register_buffer("mean", torch.zeros(8))
+        self.blocks = nn.ModuleList(
+            Remembers(self.mean) if place in readers else nn.Linear(8, 8) for place in range(3)
+        )
+
+    def before(self, x: Tensor) -> Tensor:
+        hidden = super().before(x)
+        if self.end == "before":
+            self.mean.copy_(hidden.detach().mean(0))
+        return hidden
+
+    def behind(self, hidden: Tensor) -> Tensor:
+        if self.end == "behind":
+            self.mean.copy_(hidden.detach().mean(0))
+        return super().behind(hidden)
+
+
+@pytest.mark.parametrize(("end", "reader"), [("before", 2), ("behind", 0)])
+def test_a_buffer_that_an_end_writes_and_a_block_of_another_stage_holds_is_refused(
+    end: str, reader: int
+) -> None:
+    batches = vector_batches(3, dtype=torch.float32)
+    words = "buffer 'mean' of this Tells is written in training and lies in stages 0 and 1"
+    settings: Any = {"loss": F.cross_entropy, "optimizer": OPTIMIZERS["momentum"]}
+    trainer = offbeat.Trainer(Tells(end, (reader,)), cuts=["blocks.1"], **settings)
+    with pytest.raises(ConfigurationError, match=words):
+        trainer.step(*batches[0])
+    model: Any = Tells(end, (2 - reader,))
+    expected, _ = plain_loop(Tells(end, (2 - reader,)), batches)  # type: ignore[arg-type]
+    trainer = offbeat.Trainer(model, cuts=["blocks.1"], **settings)
+    for batch in batches:
+        trainer.step(*batch)
+    assert_same_bits(trainer.state_dict(), expected.state_dict())
+
+
+def shares_statistics(cut: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A BatchNorm without weights in two stages, in each way of cutting."""
+    torch.manual_seed(6)
+    norm = nn.BatchNorm1d(8, affine=False)
+    if cut == "traced":
+        return Norms(norm), {"cuts": ["second"]}
+    if cut == "trunk":
+        model = Tower()
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), norm) for _ in range(2))
+        return model, {"stages": 2}
+    layers = nn.Linear(6, 8), norm, nn.Linear(8, 8), norm, nn.Linear(8, 4)
+    return nn.Sequential(*layers), {cut: [2] if cut == "cuts" else 2}
+
+
+class Norms(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.second(self.norm(self.first(x))))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cut", ["cuts", "stages", "trunk", "traced"])
+def test_statistics_of_two_stages_are_refused_unless_frozen(cut: str) -> None:
+    batches = vector_batches(2, dtype=torch.float32)
+    model, settings = shares_statistics(cut)
+    with pytest.raises(ConfigurationError, match=r"running.mean.*(cannot belong|do not see)"):
+        trained(model, batches, Synchronous(), **settings)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+    trained(model, batches, Synchronous(), **settings)
+
+
+# ------------------------------------------------------------------ what models do around blocks
+
+
+class Starts(nn.Module):
+    """Takes its first weights from the first batch, or registers a buffer then."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, nn.Linear(8, 8)
+        if way == "weight":
+            self.shift, self.started = nn.Parameter(torch.zeros(8)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.way == "weight" and not self.started:
+            self.shift.data.copy_(x.detach().mean(0))
+            self.started = True
+        elif self.way == "buffer" and not hasattr(self, "shift"):
+            self.register_buffer("shift", x.detach().mean(0))
+        return x - self.shift
+
+
+class Recomputes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+        return torch.relu(again)
+
+
+class Places(Tower):
+    """Uses a weight before the blocks without calling its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(3, 8)
+
+    def before(self, x: Tensor) -> Tensor:
+        return super().before(x) + self.places.weight[0]
+
+
+class Caches(Tower):
+    """Fills a constant in its first forward and reads it at both ends."""
+
+    steps: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", None)
+
+    def before(self, x: Tensor) -> Tensor:
+        if self.steps is None:
+            self.steps = torch.arange(len(x))[:, None]
+        return super().before(x) + self.steps
+
+    def behind(self, hidden: Tensor) -> Tensor:
+        assert self.steps is not None
+        return super().behind(hidden * self.steps)
+
+
+class Guards(Tower):
+    """Will not evaluate on other weights than its own."""
+
+    def behind(self, hidden: Tensor) -> Tensor:
+        if not self.training and self.head.bias.abs().max() > 0:
+            raise ArithmeticError("what is this bias?")
+        return super().behind(hidden)
+
+
+class TiesEarly(Tower):
+    """One weight in two modules, both before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 8)
+        self.other.weight = self.inlet.weight
+
+    def before(self, x: Tensor) -> Tensor:
+        return super().before(x) * self.other(x)  # type: ignore[no-any-return]
+
+
+class Renames(Tower):
+    """Calls its blocks by another name than the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.blocks
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Recurs(Tower):
+    """Blocks that return several things, of which the next takes the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.GRU(8, 8) for _ in range(3))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden, _ = block(hidden)
+        return hidden
+
+
+def tower_with(blocks: Any) -> Tower:
+    model = Tower()
+    torch.manual_seed(7)
+    model.blocks = nn.ModuleList(blocks() for _ in range(3))
+    return model
+
+
+def normalised(*ends: str) -> Tower:
+    model = Tower()
+    for end in ends:
+        torch.nn.utils.parametrizations.weight_norm(model.get_submodule(end))
+    return model
+
+
+def unbiased() -> Tower:
+    model = Guards()
+    nn.init.zeros_(model.head.bias)
+    return model
+
+
+PECULIAR: dict[str, Any] = {
+    "weights from the first batch": lambda: tower_with(lambda: Starts("weight")),
+    "a buffer of the first batch": lambda: tower_with(lambda: Starts("buffer")),
+    "reentrant checkpoints": lambda: tower_with(Recomputes),
+    "a weight without its module": Places,
+    "in place first": lambda: tower_with(
+        lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+    ),
+    "a cache": Caches,
+    "a check in evaluation": unbiased,
+    "weight norm": lambda: normalised("inlet", "head"),
+    "tuples": Recurs,
+    "a weight twice before the blocks": TiesEarly,
+    "blocks by two names": Renames,
+}
+
+
+@pytest.mark.parametrize("kind", PECULIAR)
+def test_a_peculiar_model_trains_like_a_plain_loop(kind: str) -> None:
+    model: Any = PECULIAR[kind]()
+    batches = vector_batches(3, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches)
+    found = trained(model, batches, Synchronous(), stages=2)
+    assert_same_bits(found.state_dict(), expected.state_dict())
+
+
+def test_a_model_that_was_compiled_in_place_is_cut() -> None:
+    model = Tower()
+    batches = vector_batches(2, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches)  # type: ignore[arg-type]
+    model.compile(backend="eager")
+    trainer = offbeat.Trainer(
+        model, loss=F.cross_entropy, optimizer=OPTIMIZERS["momentum"], stages=2
+    )
+    for batch in batches:
+        trainer.step(*batch)
+    assert_same_bits(trainer.state_dict(), expected.state_dict())
+
+
+class Drops(Tower):
+    """Dropout at both ends, by two modules or by one."""
+
+    def __init__(self, modules: int) -> None:
+        super().__init__()
+        self.early = self.late = nn.Dropout(0.5)
+        if modules == 2:
+            self.late = nn.Dropout(0.5)
+
+    def before(self, x: Tensor) -> Tensor:
+        return self.early(super().before(x))  # type: ignore[no-any-return]
+
+    def behind(self, hidden: Tensor) -> Tensor:
+        return self.late(super().behind(hidden))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_dropout_at_both_ends_is_drawn_where_it_counts(modules: int, replicas: int) -> None:
+    batches = vector_batches(2, dtype=torch.float32)
+    found = trained(Drops(modules), batches, StaleWeights(), stages=2, replicas=replicas)
+    for worker in found._workers:
+        seen = [m for m in worker.stage.module.modules() if isinstance(m, nn.Dropout)]
+        output = worker.stage.module.frame.late(torch.ones(64))  # type: ignore[operator, union-attr]
+        assert len(seen) == modules
+        assert (output == 0).any()
+
+
+class Divides(Tower):
+    def before(self, x: Tensor) -> Tensor:
+        if not self.inlet.weight.any():
+            raise ArithmeticError("a weight of zeros")
+        return super().before(x)
+
+
+class Looks(Tower):
+    """Blocks that are given whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Embedding(6, 8) for _ in range(3))
+
+    def before(self, x: Tensor) -> Tensor:
+        return x.argmax(1)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return torch.stack([block(hidden) for block in self.blocks]).mean(0)
+
+
+class Saves(Tower):
+    def before(self, x: Tensor) -> Tensor:
+        early = torch.utils.checkpoint.checkpoint(torch.tanh, super().before(x), use_reentrant=True)
+        assert isinstance(early, Tensor)
+        return early
+
+
+class CallsTwice(Tower):
+    def behind(self, hidden: Tensor) -> Tensor:
+        return super().behind(hidden) + self.inlet(torch.zeros(6)).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Divides, r"Divides fails where it does not in one piece \(ArithmeticError: a weight of"),
+        (Looks, "blocks are not called with a floating-point tensor first"),
+        (Saves, r"before the blocks cannot be asked which weights it uses .*list of modules"),
+        (CallsTwice, "'inlet.weight' is used before the blocks and once they have begun.*Untie"),
+    ],
+)
+@pytest.mark.parametrize("settings", [{"stages": 2}, {"cuts": ["blocks.1"]}], ids=str)
+def test_what_cannot_be_cut_gets_words(
+    kind: type[nn.Module], words: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trained(kind(), vector_batches(1, dtype=torch.float32), Synchronous(), **settings)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), True),
+        (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0]), False),
+        (torch.tensor([NAN * 1j]), torch.tensor([NAN * 1j]), True),
+        (torch.zeros(1), -torch.zeros(1), True),
+        (torch.ones(2), torch.ones(2).double(), False),
+        (torch.ones(2), torch.ones(2, 1), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
+        (torch.ones(1), [torch.ones(1), torch.ones(1)], False),
+    ],
+)
+def test_the_same_values_are_those_of_one_shape_and_dtype(one: Any, other: Any, same: bool) -> None:
+    assert same_values(one, other) is same
+
+
+def test_gradients_are_told_apart_by_two_numbers_each() -> None:
+    torch.manual_seed(8)
+    gradient = torch.randn(40, 30)
+    norm = {"weight": _summary(gradient, 0)}
+    for other in (-gradient, gradient.flip(0), gradient + 0.01):
+        assert _other_gradient(norm, {"weight": _summary(other, 0)}) == "weight"
+    assert _other_gradient(norm, {}) == "weight"
+    rounded = gradient * (1 + 1e-6)
+    assert _other_gradient(norm, {"weight": _summary(rounded, 0)}) is None
 
 
 # ------------------------------------------------------------------ traced
@@ -471,6 +913,13 @@ def test_a_traced_parameter_used_in_two_stages_gets_words() -> None:
     words = r"parameter 'gain' of this Shares is used in stages 0 and 1.*cut so that"
     with pytest.raises(ConfigurationError, match=words):
         trained(Shares(), images(1), StaleWeights(), cuts=["first"])
+
+
+def test_a_frozen_traced_parameter_used_in_two_stages_may_become_a_buffer() -> None:
+    model = Shares()
+    model.gain.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match=r"'gain'.*if it is never trained, make it a buf"):
+        trained(model, images(1), StaleWeights(), cuts=["first"])
 
 
 def test_a_traced_model_keeps_the_modes_of_its_modules() -> None:

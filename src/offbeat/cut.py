@@ -8,19 +8,20 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from itertools import pairwise, product
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from offbeat import nest, trunk
 from offbeat.buffers import WrittenBuffers
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, OffbeatError, unknown
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 from offbeat.partition import balanced_cuts
@@ -30,6 +31,8 @@ Model = nn.Module | Sequence[nn.Module]
 Cuts = Sequence[int] | Sequence[str]
 Balancing = Callable[[Sequence[nn.Module], Nest, int], list[int]]
 """Where stages begin, for layers, a batch and a number of stages."""
+Loan = Callable[[], AbstractContextManager[None]]
+"""Lends a model random weights, or nothing where it does not run on them."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,17 @@ class Cut:
         return replace(self, places=tuple(balancing(layers, batch, self.stages)))
 
     def _through_trunk(self, batch: Nest, name: str, balancing: Balancing) -> "Cut":
-        with _random_weights(self.model, batch)(), untouched([self.model]):
+        lent = _random_weights(self.model, batch)
+        with lent(), untouched([self.model]):
             anatomy = trunk.look_at(self.model, name, batch)
         places = self.places
         if places is None:
             parts = trunk.parts_of(self.model, anatomy)
-            places = tuple(balancing(parts, batch, self.stages))
+            with _worded(self.model, name):
+                places = tuple(balancing(parts, batch, self.stages))
         stages = trunk.stages_of(self.model, anatomy, places)
-        _check_against_whole(self.model, stages, batch, name)
+        _check_against_whole(self.model, stages, batch, name, lent)
+        _refuse_shared_buffers(self.model, stages, batch)
         cut = replace(self, places=places, given=tuple(stages))
         _refuse_shared_parameters(cut)
         return cut
@@ -84,8 +90,10 @@ class Cut:
             known = traced.candidates(self.model)
             costs = _costs_from(self.model, known, batch)
             paths = tuple(known[place] for place in balanced_cuts(costs, self.stages))
+        lent = _random_weights(self.model, batch)
         stages = traced.traced_stages(self.model, paths, batch)
-        _check_against_whole(self.model, stages, batch, ", ".join(paths))
+        _check_against_whole(self.model, stages, batch, ", ".join(paths), lent)
+        _refuse_shared_buffers(self.model, stages, batch)
         cut = replace(self, places=(), given=tuple(stages), paths=paths)
         _refuse_shared_parameters(cut)
         return cut
@@ -275,7 +283,7 @@ def _costs_from(model: nn.Module, paths: Sequence[str], batch: Nest) -> list[flo
             for path in paths
         ]
         try:
-            outputs_of([_Called(model)], batch)
+            outputs_of([trunk.Whole(model)], batch)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -285,29 +293,66 @@ def _costs_from(model: nn.Module, paths: Sequence[str], batch: Nest) -> list[flo
 
 
 def _check_against_whole(
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, lent: Loan
+) -> None:
+    """Refuses stages that do not compute what the whole model does."""
+    _refuse_other_outputs(model, stages, batch, name)
+    with lent():  # zeros at the start hide what is used
+        _refuse_other_outputs(model, stages, batch, name)
+        _refuse_other_gradients(model, stages, batch, name)
+
+
+def _refuse_other_outputs(
     model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
 ) -> None:
-    """Refuses stages that do not compute what the whole model does, in training or evaluation."""
-    whole = [_Called(model)]
-    lent = _random_weights(model, batch)
-    for weights, training in product((nullcontext, lent), (True, False)):
-        with trunk.modes_kept(model), weights():
-            trunk.set_mode(model, training=training)
-            wanted, found = outputs_of(whole, batch)[-1], outputs_of(stages, batch)[-1]
-        if not trunk.same_bits(found, wanted):
+    for training in (True, False):
+        with _mode(model, training):
+            wanted = outputs_of([trunk.Whole(model)], batch)[-1]
+            with _worded(model, name):
+                found = outputs_of(stages, batch)[-1]
+        if not trunk.same_values(found, wanted):
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"
                 f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
             )
+
+
+def _refuse_other_gradients(
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
+) -> None:
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    with trunk.modes_kept(model), lent():
-        trunk.set_mode(model, training=True)
-        other = _other_gradient(*(_gradients(parts, batch, trained) for parts in (whole, stages)))
+    try:
+        with _mode(model, training=True):
+            whole, cut = (_gradients(m, batch, trained) for m in ([trunk.Whole(model)], stages))
+    except Exception:  # reentrant checkpoints cannot be asked, and memory may not suffice for it
+        return
+    other = _other_gradient(whole, cut)
     if other is not None:
         raise ConfigurationError(
             f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"
             f" gradient than in one piece: {_UNSEEN}"
         )
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    with trunk.modes_kept(model):
+        trunk.set_mode(model, training=training)
+        yield
+
+
+@contextmanager
+def _worded(model: nn.Module, name: str) -> Iterator[None]:
+    """Gives words to whatever the pieces of a model raise and the whole does not."""
+    try:
+        yield
+    except OffbeatError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"cut at {name}, this {type(model).__name__} fails where it does not in one piece"
+            f" ({type(error).__name__}: {error}). Pass a list of modules, one per stage."
+        ) from error
 
 
 _UNSEEN = (
@@ -316,19 +361,36 @@ _UNSEEN = (
 )
 
 
-def _random_weights(model: nn.Module, batch: Nest) -> Callable[[], AbstractContextManager[None]]:
+def _random_weights(model: nn.Module, batch: Nest) -> Loan:
     """Lends random weights to a model that runs on them; to another nothing."""
+    whole = [trunk.Whole(model)]
+    outputs_of(whole, batch)  # what begins with the first batch begins at the model's own weights
     try:
         with trunk.random_weights(model):
-            outputs_of([_Called(model)], batch)
+            for training in (True, False):
+                with _mode(model, training):
+                    outputs_of(whole, batch)
     except Exception:  # whatever a model may ask of its weights
         return nullcontext
     return partial(trunk.random_weights, model)
 
 
+@dataclass(frozen=True)
+class _Gradient:
+    """What is kept of a gradient to compare it: all of them, twice, would take much memory."""
+
+    norm: float
+    projection: float
+    """On a random direction: it differs where gradients of one norm do."""
+    rounding: float
+
+
+_NO_GRADIENT = _Gradient(0.0, 0.0, 0.0)
+
+
 def _gradients(
     modules: Sequence[nn.Module], batch: Nest, trained: dict[str, nn.Parameter]
-) -> dict[str, Tensor]:
+) -> dict[str, _Gradient]:
     """The gradient of some function of all outputs, by name; none where it is not connected."""
     value = nest.replace(batch, lambda t: t.clone())
     with untouched(modules), torch.enable_grad():
@@ -345,36 +407,37 @@ def _gradients(
             allow_unused=True,
         )
     return {
-        name: gradient.to_dense().cpu()  # so that the device never holds those of both ways
-        for name, gradient in zip(trained, found, strict=True)
+        name: _summary(gradient.to_dense(), seed)
+        for seed, (name, gradient) in enumerate(zip(trained, found, strict=True))
         if gradient is not None
     }
 
 
-def _other_gradient(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
+def _summary(gradient: Tensor, seed: int) -> _Gradient:
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    wide = torch.promote_types(values.dtype, torch.float32)
+    generator = torch.Generator(values.device).manual_seed(seed)
+    direction = torch.empty(values.shape, dtype=wide, device=values.device)
+    direction.uniform_(-1, 1, generator=generator)
+    return _Gradient(
+        norm=float(torch.linalg.vector_norm(values, dtype=wide)),
+        projection=float(direction.mul_(values).sum()),
+        rounding=torch.finfo(values.dtype).eps,
+    )
+
+
+def _other_gradient(whole: dict[str, _Gradient], cut: dict[str, _Gradient]) -> str | None:
     """The first parameter whose gradients differ by more than the order of additions explains."""
-    norms = {name: float(gradient.norm()) for name, gradient in ours.items()}
-    largest = max(filter(isfinite, norms.values()), default=0.0)
-    for name in {**ours, **theirs}:
-        one, other = ours.get(name), theirs.get(name)
-        rounding = torch.finfo((one if one is not None else theirs[name]).dtype).eps
-        if one is None or other is None:
-            difference = float((theirs[name] if one is None else one).norm())
-        else:
-            difference = float((one - other).norm())
-        norm = norms.get(name, 0.0)
-        if isfinite(norm) and not difference <= rounding**0.5 * norm + 100 * rounding * largest:
+    norms = [gradient.norm for gradient in whole.values()]
+    largest = max(filter(isfinite, norms), default=0.0)
+    for name in {**whole, **cut}:
+        one, other = whole.get(name, _NO_GRADIENT), cut.get(name, _NO_GRADIENT)
+        rounding = max(one.rounding, other.rounding)
+        allowed = rounding**0.5 * one.norm + 100 * rounding * largest
+        apart = max(abs(one.norm - other.norm), abs(one.projection - other.projection))
+        if isfinite(one.norm) and not apart <= allowed:
             return name
     return None
-
-
-class _Called(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Nest) -> Nest:
-        return trunk.call(self.model, x)
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -429,15 +492,48 @@ def _refuse_shared_parameters(cut: Cut) -> None:
         parts = [(f"stage {k}", module) for k, module in enumerate(cut.modules())]
     owner: dict[int, tuple[str, str]] = {}
     for part, module in parts:
-        for name, parameter in module.named_parameters():
-            if id(parameter) in owner and cut.stages > 1:
-                other, known_as = owner[id(parameter)]
+        for name, tensor in [*module.named_parameters(), *_statistics(module)]:
+            if id(tensor) in owner and cut.stages > 1:
+                other, known_as = owner[id(tensor)]
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "running mean"
                 raise ConfigurationError(
-                    f"parameter {name!r} of {part} is {known_as!r} of {other}: stages update their"
-                    " own weights, so one parameter cannot belong to two. Untie it, or cut so that"
-                    " both uses fall into one stage."
+                    f"{kind} {name!r} of {part} is {known_as!r} of {other}: stages update their"
+                    f" own, so one {kind} cannot belong to two. Untie it, or cut so that both uses"
+                    " fall into one stage."
                 )
-            owner[id(parameter)] = (part, name)
+            owner[id(tensor)] = (part, name)
+
+
+def _refuse_shared_buffers(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> None:
+    """What a forward of training writes belongs to one stage; what it reads, to any number."""
+    holders: dict[int, list[int]] = {}
+    for stage, module in enumerate(stages):
+        for buffer in module.buffers():
+            holders.setdefault(id(buffer), []).append(stage)
+    shared = {n: b for n, b in model.named_buffers() if len(holders.get(id(b), ())) > 1}
+    if not shared:
+        return
+    with untouched([model]), _mode(model, training=True):
+        before = {name: buffer.clone() for name, buffer in shared.items()}
+        trunk.call(model, nest.replace(batch, lambda t: t.clone()))
+        for name, buffer in shared.items():
+            if model.get_buffer(name) is buffer and trunk.same_values(buffer, before[name]):
+                continue
+            *others, last = holders[id(buffer)]
+            raise ConfigurationError(
+                f"buffer {name!r} of this {type(model).__name__} is written in training and lies in"
+                f" stages {', '.join(map(str, others))} and {last}: stages write their own, so what"
+                " one writes the others do not see. Give each stage a buffer of its own, or cut so"
+                " that all its uses fall into one stage."
+            )
+
+
+def _statistics(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What BatchNorm and its like write in every forward of training."""
+    for path, part in module.named_modules():
+        mean = part._buffers.get("running_mean")
+        if isinstance(part, _NormBase) and part.training and mean is not None:
+            yield f"{path}.running_mean".lstrip("."), mean
 
 
 # ------------------------------------------------------------------------- looking without touching
@@ -447,7 +543,14 @@ def _refuse_shared_parameters(cut: Cut) -> None:
 def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Runs modules and leaves their buffers and every generator as they were."""
     device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
-    with torch.no_grad(), seeded(0, device), WrittenBuffers(modules).restored():
+    with (
+        torch.no_grad(),
+        seeded(0, device),
+        WrittenBuffers(modules).restored(),
+        warnings.catch_warnings(),
+    ):
+        # Training will say it again; that gradients will be None is true of these runs alone.
+        warnings.simplefilter("ignore")
         yield
 
 

@@ -93,11 +93,13 @@ def _refuse_shared(model: nn.Module, pipe: Any) -> None:
     """One parameter in two stages would be trained by both; torch has made copies of it."""
     for users in pipe.replicated_params:
         stages = sorted(int(part.rpartition("_")[2]) for part in users)
+        name = next(iter(users.values()))
+        frozen = not model.get_parameter(name).requires_grad
         raise ConfigurationError(
-            f"parameter {next(iter(users.values()))!r} of this {type(model).__name__} is used in"
+            f"parameter {name!r} of this {type(model).__name__} is used in"
             f" stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}: stages update their own"
             " weights, so one parameter cannot belong to two. Untie it, or cut so that all its uses"
-            " fall into one stage."
+            f" fall into one stage{', or, if it is never trained, make it a buffer' * frozen}."
         )
 
 

@@ -14,7 +14,6 @@ which the suffix uses nothing of the prefix. Both ways are run on the first batc
 weights, behind which nothing can hide, and a model that is not like that is refused.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,12 +92,14 @@ class Anatomy:
     """Parameters, by id, that the hidden state at the first block depends on."""
     prefix_modules: set[int] = field(default_factory=set)
     """Modules, by id, called before the first block."""
-    returns_tuple: bool = False
-    """Whether blocks return the hidden state in a tuple."""
+    late_modules: set[int] = field(default_factory=set)
+    """Modules, by id, called once the first block has been."""
+    done_early: set[int] = field(default_factory=set)
+    """Modules, by id, that have run to their end before the first block."""
     early_buffers: set[int] = field(default_factory=set)
     """Modules, by id, whose buffers belong to the first stage; those of others to the last."""
     shared_buffers: set[tuple[int, str]] = field(default_factory=set)
-    """Buffers, by module and name, that the end to which they do not belong reads."""
+    """Buffers, by module and name, that no end writes, so that both may have the model's."""
 
 
 def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
@@ -109,20 +110,26 @@ def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
     anatomy = Anatomy(trunk)
     hidden: list[Tensor] = []
     uses = _BufferUses(model, trunk)
+    with torch.no_grad(), modes_kept(model):
+        set_mode(model, training=True)
+        call(model, x)  # what only a first forward writes, a cache of constants, any end may write
+    uses.go_on("before")
 
     def before(_: nn.Module, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         calls.append((arguments, settings))
         if len(calls) > 1:
             return None
         uses.go_on("between")
-        if not arguments or not isinstance(arguments[0], Tensor):
+        state = arguments[0] if arguments else None
+        if not isinstance(state, Tensor) or not (state.is_floating_point() or state.is_complex()):
             raise ConfigurationError(
-                f"the blocks of {trunk} are not called with a tensor first, so the hidden state is"
-                " not known. Pass a list of modules, one per stage."
+                f"the blocks of {trunk} are not called with a floating-point tensor first, so the"
+                " hidden state is not known. Pass a list of modules, one per stage."
             )
         hidden.append(arguments[0])
         # From here on only the suffix can reach a parameter through the hidden state.
-        return (arguments[0].detach().requires_grad_(), *arguments[1:]), settings
+        # A copy, and no leaf: a block may begin by writing in place.
+        return (arguments[0].detach().requires_grad_().clone(), *arguments[1:]), settings
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         outputs.append(output)
@@ -130,34 +137,44 @@ def look_at(model: nn.Module, trunk: str, x: Nest) -> Anatomy:
             uses.go_on("behind")
 
     def seen(module: nn.Module, *_: Any) -> None:
+        (anatomy.late_modules if calls else anatomy.prefix_modules).add(id(module))
+
+    def done(module: nn.Module, *_: Any) -> None:
         if not calls:
-            anatomy.prefix_modules.add(id(module))
+            anatomy.done_early.add(id(module))
 
     hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(after) for block in blocks]
     hooks += [module.register_forward_pre_hook(seen) for module in model.modules()]
+    hooks += [module.register_forward_hook(done) for module in model.modules()]
     try:
         with torch.enable_grad(), _all_trainable(model), modes_kept(model):
             set_mode(model, training=True)
             with uses.watched():
                 call(model, x)
-            parameters = list(model.parameters())
-            found = (
-                torch.autograd.grad(hidden[0].sum(), parameters, allow_unused=True)
-                if hidden and hidden[0].requires_grad
-                else [None] * len(parameters)
-            )
+            anatomy.prefix = _needed_for(hidden, list(model.parameters()))
     finally:
         for hook in hooks:
             hook.remove()
-    anatomy.prefix = {
-        id(p) for p, gradient in zip(parameters, found, strict=True) if gradient is not None
-    }
-    anatomy.returns_tuple = isinstance(outputs[0], tuple) if outputs else False
     _refuse_ties(model, anatomy)
     _check_chain(model, trunk, len(blocks), calls, outputs)
     uses.divide(anatomy)
     return anatomy
+
+
+def _needed_for(hidden: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> set[int]:
+    """The parameters, by id, that the hidden state at the first block depends on."""
+    if not hidden or not hidden[0].requires_grad:
+        return set()
+    try:
+        found = torch.autograd.grad(hidden[0].sum(), parameters, allow_unused=True)
+    except RuntimeError as error:  # reentrant checkpoints
+        raise ConfigurationError(
+            "what runs before the blocks cannot be asked which weights it uses"
+            f" ({str(error).partition('.')[0]}). Leave checkpointing to the blocks, or pass a list"
+            " of modules, one per stage."
+        ) from error
+    return {id(p) for p, gradient in zip(parameters, found, strict=True) if gradient is not None}
 
 
 class _BufferUses:
@@ -167,7 +184,7 @@ class _BufferUses:
         self._model = model
         inside = set(model.get_submodule(trunk).modules())
         self._modules = {n: m for n, m in model.named_modules() if m not in inside and m._buffers}
-        self._place = "before"
+        self._place = "first"
         self._used: dict[tuple[int, str], set[str]] = {}
         self._written: dict[tuple[int, str], set[str]] = {}
         self._last = self._values()
@@ -184,7 +201,7 @@ class _BufferUses:
         values = self._values()
         for at, (now, copied) in values.items():
             before, was = self._last.get(at, (None, None))
-            if now is not before or not same_bits(copied, was):
+            if now is not before or not same_values(copied, was):
                 self._written.setdefault(at, set()).add(self._place)
         self._place, self._last = place, values
 
@@ -212,33 +229,39 @@ class _BufferUses:
             ends: dict[str, str] = {}  # an end that writes, and what
             for key in module._buffers:
                 name = f"{path}.{key}".lstrip(".")
-                written = self._written.get((id(module), key), set())
-                used = written | self._used.get((id(module), key), set()) - {"between"}
-                if (written and len(used) > 1) or "between" in written:
-                    self._refuse(f"buffer {name!r}", written, used)
+                ever = self._written.get((id(module), key), set())
+                written = ever - {"first"}
+                self._refuse_use(name, written, self._used.get((id(module), key), set()))
                 ends |= dict.fromkeys(written, name)
+                if not ever:
+                    anatomy.shared_buffers.add((id(module), key))
             if len(ends) > 1:
-                names = " and ".join(map(repr, ends.values()))
-                self._refuse(f"one of the buffers {names}", {"before"}, {"behind"})
+                raise ConfigurationError(
+                    f"buffer {ends['before']!r} is written before the blocks and"
+                    f" {ends['behind']!r} behind them, and both are buffers of one module"
+                    f" ({type(module).__name__}), which can belong to one end only. Move one of"
+                    " them into a module of its own."
+                )
             if "before" in ends:
                 anatomy.early_buffers.add(id(module))
             elif "behind" in ends:
                 anatomy.early_buffers.discard(id(module))
-            other = "behind" if id(module) in anatomy.early_buffers else "before"
-            anatomy.shared_buffers |= {
-                (id(module), key)
-                for key in module._buffers
-                if other in self._used.get((id(module), key), ())
-            }
 
-    def _refuse(self, what: str, written: set[str], used: set[str]) -> None:
-        raise ConfigurationError(
-            f"{what} of this {type(self._model).__name__} is written"
-            f" {' and '.join(sorted(written))} the blocks and used {' and '.join(sorted(used))}"
-            " them: the ends are stages of their own, and what one writes the other does not see."
-            " Give each end a module with its own buffers, or pass a list of modules, one per"
-            " stage."
-        )
+    def _refuse_use(self, name: str, written: set[str], used: set[str]) -> None:
+        what = f"buffer {name!r} of this {type(self._model).__name__} is written"
+        if "between" in written:
+            raise ConfigurationError(
+                f"{what} between its blocks, and blocks may lie in different stages: write it"
+                " before or behind them, or pass a list of modules, one per stage."
+            )
+        used = written | used - {"between"}
+        if written and len(used) > 1:
+            raise ConfigurationError(
+                f"{what} {' and '.join(sorted(written))} the blocks and used"
+                f" {' and '.join(sorted(used))} them: the ends are stages of their own, and what"
+                " one writes the other does not see. Give each end a module with its own buffers,"
+                " or pass a list of modules, one per stage."
+            )
 
 
 class _Watched(dict[str, Tensor | None]):
@@ -295,18 +318,21 @@ def _refuse_ties(model: nn.Module, anatomy: Anatomy) -> None:
     """One parameter at both ends would be trained by two stages."""
     names: dict[int, str] = {}
     for path, module in model.named_modules():
-        early = id(module) in anatomy.prefix_modules
+        late = id(module) in anatomy.late_modules
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in anatomy.prefix:
                 continue
             name = f"{path}.{key}".lstrip(".")
-            if not early or id(parameter) in names:
+            other = names.setdefault(id(parameter), name)
+            if late:
+                again = "is used before the blocks and once they have begun"
+                if other != name:
+                    again = f"is also {name!r}, which is used once the blocks have begun"
                 raise ConfigurationError(
-                    f"parameter {names.get(id(parameter), 'of the first stage')!r} is also"
-                    f" {name!r}: stages update their own weights, so one parameter cannot belong to"
-                    " two. Untie it (Hugging Face: config.tie_word_embeddings = False)."
+                    f"parameter {other!r} {again}: stages update their own weights, so one"
+                    " parameter cannot belong to two. Untie it (Hugging Face:"
+                    " config.tie_word_embeddings = False)."
                 )
-            names[id(parameter)] = name
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -354,7 +380,8 @@ def random_weights(model: nn.Module) -> Iterator[None]:
     try:
         for number, (values, _) in enumerate(own):
             generator = torch.Generator(values.device).manual_seed(number)
-            noise = torch.rand(values.shape, generator=generator, device=values.device) * 2 - 1
+            noise = torch.empty(values.shape, device=values.device)
+            noise.uniform_(-1, 1, generator=generator)
             inputs = values[0].numel() if values.dim() > 1 and len(values) else 1
             small = 0.2 * max(1, inputs) ** -0.5  # so that deep models do not overflow
             # Through .data: to graphs of the caller's this is no change.
@@ -411,16 +438,18 @@ class _Border(nn.Module):
 
 
 class _Door(nn.Module):
-    """Stands for the whole trunk and hands out its finished hidden state."""
+    """Stands for the whole trunk and hands out what its last block has returned."""
 
-    def __init__(self, returns_tuple: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._returns_tuple = returns_tuple
-        self.hidden: Tensor | None = None
+        self.body: _Body | None = None
+        self.output: Any = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        hidden, self.hidden = self.hidden, None
-        return (hidden,) if self._returns_tuple else hidden
+        assert self.body is not None
+        self.body.wake()
+        output, self.output = self.output, None
+        return output
 
 
 class _Body:
@@ -428,20 +457,25 @@ class _Body:
 
     Modules are copied without their tensors. A parameter that belongs to another stage becomes a
     plain attribute: zeros that take no memory. So does a buffer, which becomes a copy: what runs
-    here for nothing may write it. One that is read here and never written stays the model's.
+    here for nothing may write it. One that is never written stays the model's.
     """
 
     def __init__(
         self, model: nn.Module, anatomy: Anatomy, trunk: nn.Module, *, first: bool
     ) -> None:
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._frames: list[tuple[nn.Module, nn.Module, bool]] = []
+        """Of each module, and whether it has run to its end before the blocks."""
         self._anatomy, self._first = anatomy, first
-        self.module = self._copy(model, "", trunk)
+        # By id, so that what has two names stays one.
+        made = {id(model.get_submodule(anatomy.trunk)): trunk}
+        self.module = self._copy(model, made)
 
-    def _copy(self, module: nn.Module, name: str, trunk: nn.Module) -> nn.Module:
-        if name == self._anatomy.trunk:
-            return trunk
-        frame = copy.copy(module)
+    def _copy(self, module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+        if id(module) in made:
+            return made[id(module)]
+        # As copy.copy(), which parametrized modules refuse; without what model.compile() has made.
+        frame = object.__new__(type(module))
+        frame.__dict__.update(nn.Module.__getstate__(module))
         frame._parameters = dict(module._parameters)
         for key, parameter in module._parameters.items():
             if parameter is not None and (id(parameter) in self._anatomy.prefix) != self._first:
@@ -456,16 +490,25 @@ class _Body:
                 shared = (id(module), key) in self._anatomy.shared_buffers
                 frame.__dict__[key] = buffer if shared or buffer is None else buffer.clone()
         frame._modules = {
-            key: None if child is None else self._copy(child, f"{name}.{key}".lstrip("."), trunk)
+            key: None if child is None else self._copy(child, made)
             for key, child in module._modules.items()
         }
-        self._pairs.append((module, frame))
+        made[id(module)] = frame
+        self._frames.append((module, frame, id(module) in self._anatomy.done_early))
         return frame
 
     def __call__(self, x: Nest) -> Nest:
-        for module, frame in self._pairs:  # train() and eval() are called on the original
-            frame.training = module.training
+        # In the last stage the prefix runs for nothing, and must draw no random numbers.
+        self._follow_modes(asleep=not self._first)
         return call(self.module, x)
+
+    def wake(self) -> None:
+        """The prefix is over: what ran in it may run again."""
+        self._follow_modes(asleep=False)
+
+    def _follow_modes(self, *, asleep: bool) -> None:
+        for module, frame, early in self._frames:  # train() and eval() are called on the original
+            frame.training = module.training and not (asleep and early)
 
 
 class _First(nn.Module):
@@ -474,7 +517,7 @@ class _First(nn.Module):
     def __init__(self, model: nn.Module, anatomy: Anatomy, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         trunk = nn.ModuleList([*blocks, _Border()])
-        self._body: Callable[[Nest], Nest] = _Body(model, anatomy, trunk, first=True)
+        self._body = _Body(model, anatomy, trunk, first=True)
         self.frame = self._body.module
 
     def forward(self, x: Nest) -> Nest:
@@ -494,13 +537,14 @@ class _Middle(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, given: Nest) -> Nest:
-        return {**given, "hidden": self._run(given)}
+        return {**given, "hidden": _hidden_of(self._run(given))}
 
-    def _run(self, given: Nest) -> Tensor:
-        hidden: Tensor = given["hidden"]
+    def _run(self, given: Nest) -> Any:
+        """What the last of the blocks returns."""
+        output = given["hidden"]
         for block in self.blocks:
-            hidden = _hidden_of(block(hidden, *given["rest"], **given["settings"]))
-        return hidden
+            output = block(_hidden_of(output), *given["rest"], **given["settings"])
+        return output
 
 
 class _Last(_Middle):
@@ -508,14 +552,13 @@ class _Last(_Middle):
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, blocks: Sequence[nn.Module]) -> None:
         super().__init__(blocks)
-        self._door = _Door(anatomy.returns_tuple)
-        self._body: Callable[[Nest], Nest] = _Body(
-            model, anatomy, nn.ModuleList([self._door]), first=False
-        )
+        self._door = _Door()
+        self._body = _Body(model, anatomy, nn.ModuleList([self._door]), first=False)
+        self._door.body = self._body
         self.frame = self._body.module
 
     def forward(self, given: Nest) -> Nest:
-        self._door.hidden = self._run(given)
+        self._door.output = self._run(given)
         return self._body(given["x"])
 
 
@@ -523,15 +566,19 @@ def _hidden_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def same_bits(one: Nest, other: Nest) -> bool:
-    """Whether two outputs hold the same tensors, to the bit."""
+def same_values(one: Nest, other: Nest) -> bool:
+    """Whether two nests hold the same values, in tensors of the same shapes and dtypes.
+
+    NaN is the same as NaN, and 0 as -0.
+    """
     ours, theirs = nest.tensors(one), nest.tensors(other)
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.to_dense(), other.to_dense()
     if torch.equal(one, other):
         return True
-    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
-        return False
-    return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+    return bool(((one == other) | ((one != one) & (other != other))).all())
