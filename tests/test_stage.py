@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict, namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import jobs
 import offbeat
 from helpers import (
     OPTIMIZERS,
@@ -27,7 +29,7 @@ from helpers import (
     vector_batches,
 )
 from offbeat.corrections import Correction, Predict, Rewind
-from offbeat.errors import StageError
+from offbeat.errors import ConfigurationError, StageError
 from offbeat.methods import (
     ADL,
     DSP,
@@ -41,6 +43,7 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
+from offbeat.versions import overlapping
 
 
 class Lambda(nn.Module):
@@ -237,6 +240,108 @@ def test_without_lag_weights_may_overlap_and_stay_where_they_are() -> None:
         trainer.step(*batch)
     assert torch.equal(*(trainer.state_dict()[f"0.{layer}.weight"] for layer in (1, 3)))
     assert trainer.model[0][3].weight.data_ptr() == shared  # type: ignore[index]
+
+
+def in_two_stages(kind: str = "overlapping") -> nn.Sequential:
+    """Three stages, of which the outer two have weights in one memory, and perhaps the same."""
+    torch.manual_seed(0)
+    one, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    if kind == "rows":
+        both = torch.stack([one.weight.detach(), other.weight.detach()])
+        one.weight, other.weight = nn.Parameter(both[0]), nn.Parameter(both[1])
+    else:
+        other.weight = nn.Parameter(one.weight.detach())
+    if kind == "frozen":
+        one.weight.requires_grad_(False)
+        other.weight.requires_grad_(False)
+    return nn.Sequential(one, nn.Linear(6, 6), other)
+
+
+ACROSS = "'0.weight' and '2.weight'.*the same memory.*stages 0 and 2 update their own.*one stage"
+
+
+@pytest.mark.parametrize("method", LAGGING, ids=str)
+def test_weights_of_two_stages_may_share_memory_and_not_overlap(method: Method) -> None:
+    with pytest.raises(ConfigurationError, match=ACROSS):
+        trainer_in_place(in_two_stages(), method)
+    for kind in ("rows", "frozen"):
+        ends = []
+        for model in (in_two_stages(kind), copy.deepcopy(in_two_stages(kind))):
+            trainer = trainer_in_place(model, method)
+            for batch in vector_batches(6, dtype=torch.float32):
+                trainer.step(*batch)
+            trainer.flush()
+            ends.append(trainer.state_dict())
+        assert_same_bits(*ends)
+
+
+def test_without_lag_weights_of_two_stages_may_overlap_in_one_process() -> None:
+    batches = vector_batches(4, dtype=torch.float32)
+    trainer = trainer_in_place(in_two_stages(), Synchronous())
+    before = trainer.state_dict()["0.weight"]
+    for batch in batches:
+        trainer.step(*batch)
+    one, other = (trainer.model.get_parameter(f"{stage}.weight") for stage in (0, 2))
+    assert one.data_ptr() == other.data_ptr()
+    assert not torch.equal(one, before)
+
+
+def words_of_a_refusal(cuts: Sequence[Any]) -> str:
+    model = in_two_stages() if cuts == [1, 2] else tower_in_one_memory(0, 1, 3)
+    try:
+        trainer = offbeat.Trainer(
+            model, loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS["momentum"], cuts=cuts
+        )
+        trainer.step(*vector_batches(1, dtype=torch.float32)[0])
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def tower_in_one_memory(*blocks: int) -> nn.Module:
+    model = jobs.tower()
+    linears = [model.get_submodule(f"blocks.{block}.linear") for block in blocks]
+    for linear in linears[1:]:
+        linear.weight = nn.Parameter(linears[0].weight.detach())  # type: ignore[operator]
+    return model
+
+
+@pytest.mark.parametrize("cuts", [[1, 2], ["blocks.2", "blocks.3"]], ids=str)
+def test_processes_refuse_weights_that_overlap_alike(cuts: list[Any]) -> None:
+    words = set(offbeat.launch(words_of_a_refusal, 3, cuts, timeout_s=100))
+    assert len(words) == 1
+    found = ACROSS if cuts == [1, 2] else "'blocks.1.linear.weight' and 'blocks.3.linear.weight'"
+    assert re.search(found, words.pop())
+
+
+def test_weights_that_overlap_have_the_model_s_names() -> None:
+    trainer = offbeat.Trainer(
+        tower_in_one_memory(0, 1),
+        loss=nn.functional.cross_entropy,
+        optimizer=OPTIMIZERS["momentum"],
+        method=PipeDream(),
+        cuts=["blocks.2"],
+    )
+    words = "stage 0: 'blocks.0.linear.weight' and 'blocks.1.linear.weight'"
+    with pytest.raises(StageError, match=words):
+        trainer.step(*jobs.tower_batches()[0])
+
+
+def test_replicas_of_one_process_refuse_weights_that_overlap() -> None:
+    """Copies of a model have memory of their own for every weight."""
+    with pytest.raises(ConfigurationError, match=r"'0.1.weight' and '0.3.weight'.*replicas are"):
+        offbeat.Trainer(
+            in_one_memory("overlapping"),
+            loss=nn.functional.cross_entropy,
+            optimizer=OPTIMIZERS["momentum"],
+            replicas=2,
+            cuts=[1, 2],
+        )
+
+
+def test_sparse_and_lazy_weights_are_not_asked_for_their_memory() -> None:
+    lazy, sparse = nn.LazyLinear(3), nn.Parameter(torch.eye(3).to_sparse())
+    assert not list(overlapping([*lazy.named_parameters(), ("sparse", sparse)]))
 
 
 # ------------------------------------------------------------------ in-place layers

@@ -28,8 +28,8 @@ from offbeat.versions import (
     Stashed,
     give_each_its_own,
     move_to_fresh_storage,
+    overlapping,
     overwritten,
-    refuse_overlapping,
     weights_set_to,
 )
 
@@ -93,6 +93,8 @@ class Stage:
         self.modules = [module] if head is None else [module, head]
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self._trainable = [p for p in self.parameters if p.requires_grad]
+        self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
+        """What parameters are called in messages; those who know the whole model know better."""
         self.norm_order: list[int] | None = None
         """Where the norms of all stages' gradients come in the order of the unsplit model's
         parameters; None if that is theirs already. Sums of squares go by it."""
@@ -119,10 +121,9 @@ class Stage:
         # With nothing in flight across an update all rules are plain autograd.
         plain = in_flight == 0 and kept_versions == 0
         self._rule: Rule | None = None if plain else rule
-        lent = self.corrector.predicts or self.corrector.rewinds
-        if kept_versions or self._rule == "stash" or (lent and not plain):  # weights will move
-            named = {id(p): (n, p) for m in self.modules for n, p in m.named_parameters()}
-            refuse_overlapping(self.index, named.values())
+        lends_other_weights = self.corrector.predicts or self.corrector.rewinds
+        if kept_versions or self._rule == "stash" or (lends_other_weights and not plain):
+            self._refuse_overlapping()  # weights will move
             give_each_its_own(self.parameters)
         compiled = self.modules if isinstance(self._compiled, Compiled) else ()
         self._saved = SavedTensors(self.index, self.parameters, rule, compiled)
@@ -130,6 +131,16 @@ class Stage:
         self._shrink = shrink
         self._local_loss = local_loss
         self._old.clear()
+
+    def _refuse_overlapping(self) -> None:
+        named = ((self.names[id(p)], p) for p in dict.fromkeys(self.parameters))
+        for one, other in overlapping(named):
+            raise StageError(
+                f"stage {self.index}: {one!r} and {other!r} are two parameters in the same memory,"
+                " and this stage lags and keeps versions of each by itself, so that an update of"
+                " one would no longer reach the other. Tie them by assigning one nn.Parameter to"
+                " both modules, or give each its own: nn.Parameter(view.clone())."
+            )
 
     def entered(self, kind: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """The context in which an action of this kind is to be launched."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat import nest
@@ -256,10 +257,15 @@ def _cast_from(tensor: Tensor, known: set[int]) -> nn.Parameter | None:
     return parameter if whole else None
 
 
-def refuse_overlapping(stage: int, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Two parameters over the same numbers are one weight, and versions of it would be two."""
+def overlapping(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
+    """Names of parameters over the same numbers: one weight, of which versions would be two.
+
+    Where both are frozen nothing changes, so they are left out.
+    """
     sharing: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
+        if is_lazy(parameter) or parameter.layout is not torch.strided:
+            continue
         if storage := parameter.untyped_storage().data_ptr():
             sharing.setdefault(storage, []).append((name, parameter))
     for found in sharing.values():
@@ -276,15 +282,10 @@ def refuse_overlapping(stage: int, parameters: Iterable[tuple[str, nn.Parameter]
                 (*(step * width for step in parameter.stride()), 1),
                 parameter.storage_offset() * width,
             )
-            other = int(own.max()) if own.numel() else 0
-            if other:
-                raise StageError(
-                    f"stage {stage}: {found[other - 1][0]!r} and {name!r} are two parameters in the"
-                    " same memory, and this stage lags and keeps versions of each by itself, so"
-                    " that an update of one would no longer reach the other. Tie them by assigning"
-                    " one nn.Parameter to both modules, or give each its own:"
-                    " nn.Parameter(view.clone())."
-                )
+            for other in filter(None, own.unique().tolist()):
+                one, first = found[other - 1]
+                if first.requires_grad or parameter.requires_grad:
+                    yield one, name
             own.fill_(number)
 
 
