@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import averaging_oracles as oracles
 import offbeat
@@ -602,18 +603,79 @@ def test_what_an_optimizer_will_keep_is_known_before_its_first_step(optimizer: A
         trainer.step(*batch)
 
 
+class Counting(torch.optim.Adam):
+    """Counts the steps of anything like it, stand-ins included."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps.append(1)
+        return super().step(closure)
+
+    steps: ClassVar[list[int]] = []
+
+
 def test_asking_an_optimizer_leaves_it_alone() -> None:
     weight = nn.Parameter(torch.ones(3, 2))
-    adam = torch.optim.Adam([weight])
+    adam, counting = torch.optim.Adam([weight]), Counting([weight])
     torch.optim.lr_scheduler.StepLR(adam, 1)  # puts a step of its own before the optimizer's
-    adam.register_step_post_hook(lambda *_: pytest.fail("the optimizer itself took a step"))
-    for optimizer in (adam, torch.optim.SparseAdam([weight])):
+    for hooked in (adam, counting):
+        hooked.register_step_post_hook(lambda *_: pytest.fail("the optimizer itself took a step"))
+    for optimizer in (adam, counting, torch.optim.SparseAdam([weight])):
         places, (row, there) = Moments([weight], [optimizer], stage=0).parts()
         assert [place.name for place in places] == ["exp_avg", "exp_avg_sq"]
         assert row.tolist() == [0.0] * 12
         assert there.tolist() == [0.0] * 2
         assert not optimizer.state
     assert torch.equal(weight, torch.ones(3, 2))
+
+
+def names_of(moments: Moments) -> list[str]:
+    return [place.name for place in moments.parts()[0]]
+
+
+def test_a_stand_in_is_asked_once_for_each_kind_of_weight() -> None:
+    Counting.steps.clear()
+    weights = [nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (3, 2), (4,))]
+    asked = Moments(weights, [Counting(weights)], stage=0)
+    for _ in range(3):
+        assert names_of(asked) == ["exp_avg", "exp_avg_sq"] * 3
+    assert len(Counting.steps) == 2
+
+
+def test_a_weight_that_was_stepped_tells_of_others() -> None:
+    """Wrappers step their optimizer with every stand-in, so one is asked only where it must be."""
+    shapes = ((3, 2), (5, 4), (3,), (7,))
+    weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = Counting(weights)
+    for weight in weights[::2]:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    Counting.steps.clear()
+    assert names_of(Moments(weights, [optimizer], stage=0)) == ["exp_avg", "exp_avg_sq"] * 4
+    assert not Counting.steps
+
+
+@pytest.mark.parametrize("stepped", range(5))
+def test_what_is_kept_may_depend_on_the_shape(stepped: int) -> None:
+    """Adafactor keeps rows and columns of a matrix, which have its shape if it is thin."""
+    shapes = ((3, 2), (4, 4), (3, 1), (1, 4), (5,))
+    weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    kept: list[list[str]] = []
+    for some in ([weights[stepped]], weights):
+        optimizer = torch.optim.Adafactor(weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight) if any(weight is w for w in some) else None
+        optimizer.step()
+        kept.append(names_of(Moments(weights, [optimizer], stage=0)))
+    assert kept[0] == kept[1] == ["row_var", "col_var", "variance"]
+
+
+def test_hooks_of_all_optimizers_see_no_stand_in() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    hook = register_optimizer_step_pre_hook(lambda *_: pytest.fail("a step"))
+    try:
+        assert names_of(Moments([weight], [torch.optim.Adam([weight])], stage=0))
+    finally:
+        hook.remove()
 
 
 def fragments(worker: Any) -> list[Any]:

@@ -27,6 +27,10 @@ class MomentPlace(NamedTuple):
     name: str
 
 
+_Kept = dict[str, torch.dtype]
+"""What an optimizer keeps in the shape of a weight, by name."""
+
+
 class Moments:
     """What the optimizers of some parameters keep."""
 
@@ -36,26 +40,24 @@ class Moments:
         self._parameters = parameters
         self._optimizers = optimizers
         self._stage = stage
+        self._asked: dict[Any, _Kept] = {}
+        """What stand-ins have told, by kind of weight."""
 
     def parts(self) -> tuple[list[MomentPlace], list[Tensor]]:
         """The places of a row, and on the wire: the row, and for each place whether it counts."""
         places: list[MomentPlace] = []
         values: list[Tensor] = []
         there: list[float] = []
-        to_come: dict[Any, dict[str, Tensor]] = {}
         for place, optimizer in enumerate(self._optimizers):
-            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
             for number, parameter in enumerate(self._parameters):
                 if id(parameter) not in groups:
                     continue
                 found = _shaped_like(parameter, optimizer.state.get(parameter, {}))
                 counts = bool(found)
                 if not found:
-                    group = groups[id(parameter)]
-                    same = (place, id(group), parameter.shape, parameter.dtype)
-                    if same not in to_come:
-                        to_come[same] = self._to_come(optimizer, group, parameter)
-                    found = to_come[same]
+                    to_come = self._to_come(place, groups[id(parameter)], parameter)
+                    found = {n: torch.zeros_like(parameter, dtype=d) for n, d in to_come.items()}
                 places += [MomentPlace(number, place, name) for name in found]
                 values += found.values()
                 there += [float(counts)] * len(found)
@@ -64,10 +66,21 @@ class Moments:
         row = flatten(values)
         return places, [row, row.new_tensor(there)]
 
-    def _to_come(
-        self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter
-    ) -> dict[str, Tensor]:
-        """Zeros for what the optimizer will keep of a weight that it has not stepped yet."""
+    def _to_come(self, place: int, number: int, parameter: nn.Parameter) -> _Kept:
+        """What an optimizer will keep of a weight of this group that it has not stepped yet."""
+        optimizer = self._optimizers[place]
+        group = optimizer.param_groups[number]
+        for other in group["params"]:
+            state = optimizer.state.get(other, {})
+            if state and _alike(other, state, parameter):
+                return _dtypes(other, state)
+        kind = (place, number, parameter.shape, parameter.dtype)
+        if kind not in self._asked:
+            self._asked[kind] = self._ask(optimizer, group, parameter)
+        return self._asked[kind]
+
+    def _ask(self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> _Kept:
+        """Lets the optimizer step a stand-in, and looks at what it keeps."""
         dense = torch.zeros_like(parameter).detach()
         for gradient in (dense, dense.to_sparse(1) if dense.dim() else dense):
             stand_in = nn.Parameter(dense.clone())
@@ -78,10 +91,7 @@ class Moments:
             except Exception as error:
                 refused = error  # SparseAdam wants no dense gradient, others no sparse one
             else:
-                return {
-                    name: torch.zeros_like(value)
-                    for name, value in _shaped_like(stand_in, state).items()
-                }
+                return _dtypes(stand_in, state)
         raise ConfigurationError(
             f"optimizer_state='average': a weight of stage {self._stage} has not been stepped yet,"
             f" and what {type(optimizer).__name__} keeps of one could not be found out with a"
@@ -120,6 +130,25 @@ def _shaped_like(parameter: nn.Parameter, state: Mapping[Any, Any]) -> dict[str,
     }
 
 
+def _dtypes(parameter: nn.Parameter, state: Mapping[Any, Any]) -> _Kept:
+    return {name: value.dtype for name, value in _shaped_like(parameter, state).items()}
+
+
+def _alike(stepped: nn.Parameter, state: Mapping[Any, Any], other: nn.Parameter) -> bool:
+    """Whether what is kept of one weight says what will be kept of another.
+
+    It does where an optimizer keeps single numbers and tensors of the weight's shape, as Adam does.
+    Adafactor keeps rows and columns, and those of a square or a thin weight may have its shape.
+    """
+    if stepped.dtype != other.dtype or stepped.dim() != other.dim():
+        return False
+    kept = [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    return stepped.shape == other.shape or (
+        len({1, *stepped.shape}) == 1 + stepped.dim()
+        and all(value.shape == stepped.shape for value in kept)
+    )
+
+
 def _after_a_step(
     optimizer: Optimizer, group: dict[str, Any], stand_in: nn.Parameter
 ) -> Mapping[Any, Any]:
@@ -131,6 +160,9 @@ def _after_a_step(
     like.state = defaultdict(dict)
     like._optimizer_step_pre_hooks = OrderedDict()
     like._optimizer_step_post_hooks = OrderedDict()
-    type(optimizer).step(like)
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch's wrapper calls the hooks of all optimizers
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(like)
     found: Mapping[Any, Any] = like.state[stand_in]
     return found
