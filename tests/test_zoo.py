@@ -312,9 +312,14 @@ def test_gpt_trains_in_stages(method: str) -> None:
 # ---------------------------------------------------------------------------- by name
 
 
-@pytest.mark.parametrize("name", ["resnet20", "ResNet-20", "resnet_20"])
+@pytest.mark.parametrize("name", ["resnet20", "ResNet-20", "resnet_20", "ResNet 20"])
 def test_hyphens_and_capitals_do_not_matter(name: str) -> None:
     assert parameters(network(name)) == 269_722
+
+
+@pytest.mark.parametrize("name", ["Digits", "di-gits", "di_gits", "di gits"])
+def test_they_do_not_matter_in_names_of_data_either(name: str) -> None:
+    assert data_named(name).name == "digits"
 
 
 def test_other_cifar_resnets_work_by_name_and_wrong_names_are_answered() -> None:
@@ -339,6 +344,8 @@ def test_wrong_and_missing_settings_are_answered() -> None:
     [
         ("resnet20", {"classes": "x"}, "network resnet20: classes='x': give a whole number."),
         ("resnet20", {"channels": 1.5}, "network resnet20: channels=1.5: give a whole number."),
+        ("resnet20", {"channels": -1}, "channels=-1: give a whole number of at least 1."),
+        ("vgg16", {"classes": 0}, "network vgg16: classes=0: give a whole number of at least 1."),
         ("mlp", {"hidden": 32}, "network mlp: hidden=32: give whole numbers, as in (1,2)."),
         ("mlp", {"hidden": (3, "x")}, "network mlp: hidden=(3, 'x'): give whole numbers"),
         ("wrn28-10", {"dropout": 1.5}, "network wrn28-10: dropout=1.5: give a share from 0 to 1."),

@@ -16,7 +16,7 @@ from offbeat.zoo.data.base import Data
 from offbeat.zoo.gpt import gpt
 from offbeat.zoo.mlp import mlp
 from offbeat.zoo.resnet import resnet
-from offbeat.zoo.settings import check_types
+from offbeat.zoo.settings import check_types, plain_name
 from offbeat.zoo.wide import resnet18, wrn28_10
 
 Build = Callable[..., nn.Sequential]
@@ -39,7 +39,7 @@ NETWORKS: dict[str, Build] = {
 
 
 def network(name: str, /, **settings: Any) -> nn.Sequential:
-    """A network by its name; hyphens, underscores and capitals do not matter.
+    """A network by its name; hyphens, underscores, spaces and capitals do not matter.
 
     ``settings`` are the arguments of its function. Other CIFAR ResNets work by name too, for
     example ``"resnet26"``.
@@ -59,18 +59,14 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def _build(name: str) -> Build:
-    wanted = _plain(name)
+    wanted = plain_name(name)
     for known, build in NETWORKS.items():
-        if wanted == _plain(known):
+        if wanted == plain_name(known):
             return build
     depth = re.fullmatch(r"resnet(\d+)", wanted)
     if depth is not None and (int(depth[1]) - 2) % 6 == 0 and depth[1] not in _OF_IMAGENET:
         return partial(resnet, int(depth[1]))
     raise unknown("network", name, NETWORKS)
-
-
-def _plain(name: object) -> str:
-    return re.sub(r"[-_ ]", "", str(name).lower())
 
 
 def _check_settings(name: str, build: Build, settings: dict[str, Any]) -> None:
@@ -87,6 +83,12 @@ def _check_settings(name: str, build: Build, settings: dict[str, Any]) -> None:
             f" {missing[0]}=256."
         )
     check_types(f"network {name}", build, settings)
+    for setting in ("classes", "channels"):
+        if settings.get(setting, 1) < 1:
+            raise ConfigurationError(
+                f"network {name}: {setting}={settings[setting]!r}: give a whole number of at least"
+                " 1."
+            )
     dropout = settings.get("dropout", 0)
     if not 0 <= dropout <= 1:
         raise ConfigurationError(f"network {name}: dropout={dropout!r}: give a share from 0 to 1.")

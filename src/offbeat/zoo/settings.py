@@ -1,5 +1,6 @@
 """Settings of networks and data sets, checked against what their functions say they take."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from numbers import Integral, Real
@@ -17,6 +18,12 @@ _WORDS = {
     Path: "a path",
     NoneType: "None",
 }
+
+
+def plain_name(name: object) -> str:
+    """A name by which networks and data sets are found: hyphens, underscores, spaces and capitals
+    do not matter."""
+    return re.sub(r"[-_ ]", "", str(name).lower())
 
 
 def check_types(what: str, build: Callable[..., Any], settings: Mapping[str, object]) -> None:

@@ -21,7 +21,7 @@ from offbeat.zoo.data.folders import read_folder
 from offbeat.zoo.data.formats import read_cifar, read_idx, unpacked
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
 from offbeat.zoo.data.text import Unit, encoding, token_loss, tokens
-from offbeat.zoo.settings import check_types
+from offbeat.zoo.settings import check_types, plain_name
 
 Folder = str | Path | None
 
@@ -200,7 +200,7 @@ DATA: dict[str, Callable[..., Data]] = {
 
 
 def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
-    """A data set by name; hyphens, underscores and capitals do not matter.
+    """A data set by name; hyphens, underscores, spaces and capitals do not matter.
 
     It is looked for in ``folder``, then in the cache ($OFFBEAT_DATA, otherwise ~/.cache/offbeat),
     and downloaded last. ``settings`` are the arguments of its function.
@@ -208,8 +208,8 @@ def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
     >>> data_named("digits").shape
     (1, 8, 8)
     """
-    plain = {_plain(known): build for known, build in DATA.items()}
-    build = plain.get(_plain(name))
+    plain = {plain_name(known): build for known, build in DATA.items()}
+    build = plain.get(plain_name(name))
     if build is None:
         raise unknown("data", name, DATA)
     known = [setting for setting in signature(build).parameters if setting != "folder"]
@@ -218,10 +218,6 @@ def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
             raise unknown(f"setting of data {name}:", setting, known)
     check_types(f"data {name}", build, settings)
     return build(folder, **settings)
-
-
-def _plain(name: object) -> str:
-    return str(name).lower().replace("-", "").replace("_", "")
 
 
 def _idx(
