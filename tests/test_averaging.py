@@ -728,6 +728,32 @@ def test_moments_under_way_are_in_a_checkpoint(tmp_path: Any, averaging: Averagi
         assert all(map(torch.equal, ours, found)), at
 
 
+@pytest.mark.parametrize("averaging", [LocalSGD(2), DaSGD(3, 1, 0.5)], ids=str)
+def test_momentum_of_sparse_gradients_is_averaged_like_that_of_dense_ones(
+    averaging: Averaging,
+) -> None:
+    ends = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        trainer = trainer_with(
+            replace(averaging, optimizer_state="average"),
+            replicas=2,
+            model=nn.Sequential(
+                nn.Embedding(9, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 4)
+            ).double(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+            stages=1,
+        )
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(9):
+            x = torch.randint(0, 9, (8, 2), generator=draw)
+            trainer.step(x, torch.randint(0, 4, (8,), generator=draw))
+        trainer.flush()
+        ends.append(trainer.state_dict())
+    for name, dense in ends[0].items():
+        torch.testing.assert_close(ends[1][name], dense)
+
+
 def test_statistics_stay_local_and_are_averaged_for_export() -> None:
     batches = image_batches(4, rows=8)
     trainers = {

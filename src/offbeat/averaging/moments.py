@@ -116,7 +116,11 @@ class Moments:
             now = _shaped_like(parameter, state).get(place.name)
             if now is not None and count:
                 mean = summed.view(now.shape) / count
-                now.copy_(mean + keep * (now.to_dense().to(mean.dtype) - mean))
+                merged = mean + keep * (now.to_dense().to(mean.dtype) - mean)
+                if now.is_sparse:
+                    state[place.name] = merged.to(now.dtype)
+                else:
+                    now.copy_(merged)
 
 
 def _shaped_like(parameter: nn.Parameter, state: Mapping[Any, Any]) -> dict[str, Tensor]:
