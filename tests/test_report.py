@@ -615,6 +615,15 @@ def test_where_nobody_waited_no_axis_goes_below_zero(tmp_path: Path) -> None:
     assert panel.get_xlim()[0] == 0
 
 
+def test_the_panels_of_all_runs_show_the_longest_bar(tmp_path: Path) -> None:
+    small, large = made_run(tmp_path / "small"), made_run(tmp_path / "large")
+    entry = small.summary["memory"][0]
+    small = changed(small, SUMMARY, memory=[{**entry, "in_flight_bytes": 1}])
+    large = changed(large, SUMMARY, memory=[{**entry, "in_flight_bytes": 9_000_000}])
+    for axes in figures_of([small, large])["memory"].axes:
+        assert axes.get_xlim()[1] > 9
+
+
 # ---------------------------------------------------------------------------- files
 
 

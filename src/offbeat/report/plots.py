@@ -163,9 +163,10 @@ def _bars(
             axes.barh(list(of_run), widths, left=left, color=colour, label=word)
             left = [low + width for low, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
-        axes.set_xlim(left=0)  # where all bars are empty the axis would go below it
         axes.set_title(_plain(label), loc="left", fontsize=11)
         _tidy(axes)
+    # Of all panels, once all are drawn; where every bar is empty the axis would go below zero.
+    panels[-1, 0].set_xlim(left=0)
     panels[-1, 0].set_xlabel(xlabel, fontsize=11)
     if len(parts) > 1:
         handles, names = panels[0, 0].get_legend_handles_labels()
