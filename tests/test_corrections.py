@@ -1130,3 +1130,117 @@ def test_sparse_adam_is_refused_where_gradients_are_averaged() -> None:
     for _ in range(4):
         trainer.step(torch.randint(9, (8, 2)), torch.randint(4, (8,)))
     trainer.flush()
+
+
+# ------------------------------------------------------------------ whatever joins the list
+
+
+def example_of(kind: type[Correction]) -> Correction:
+    return ClipPerStage(times=1.05) if kind is ClipPerStage else kind()
+
+
+def method_for(kind: type[Correction], **settings: Any) -> Method:
+    return StaleWeights(**settings) if kind is Rewind else PipeDream(**settings)
+
+
+EVERY = pytest.mark.parametrize("kind", CORRECTIONS, ids=lambda kind: kind.name)
+
+
+def test_every_correction_is_in_the_lists_of_this_file() -> None:
+    assert {type(correction) for correction in [*EACH, Rewind()]} == set(CORRECTIONS)
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_two_groups_of_one_setting_are_one(kind: type[Correction], name: str) -> None:
+    def in_two(params: Any) -> torch.optim.Optimizer:
+        first, *rest = params
+        return OPTIMIZERS[name]([{"params": [first]}, {"params": rest}])
+
+    ends = [
+        trained(
+            mlp(), vector_batches(9), method_for(kind), factory, cuts=[2, 4],
+            corrections=[example_of(kind)],
+        ).state_dict()
+        for factory in (OPTIMIZERS[name], in_two)
+    ]  # fmt: skip
+    assert_same_bits(*ends)
+
+
+class BesideUnused(nn.Linear):
+    """Its first parameter, where there is one, never gets a gradient."""
+
+    def __init__(self, *, unused: bool) -> None:
+        super().__init__(6, 8, dtype=torch.float64)
+        if unused:
+            own = dict(self.named_parameters())
+            self._parameters = {"unused": nn.Parameter(self.weight.detach().clone()), **own}
+
+
+@EVERY
+def test_a_weight_without_gradients_changes_nothing_for_others(kind: type[Correction]) -> None:
+    ends = []
+    for unused in (False, True):
+        torch.manual_seed(0)
+        stages = [
+            BesideUnused(unused=unused),
+            nn.Sequential(nn.Tanh(), nn.Linear(8, 4, dtype=torch.float64)),
+        ]
+        end = trained(
+            stages, vector_batches(9), method_for(kind), OPTIMIZERS["momentum"],
+            corrections=[example_of(kind)],
+        )  # fmt: skip
+        ends.append({k: v for k, v in end.state_dict().items() if "unused" not in k})
+    assert_same_bits(*ends)
+
+
+@EVERY
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_repeats_has_the_same_numbers_in_every_update(
+    kind: type[Correction], accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded update asks for them once, and has them built in."""
+    method = method_for(kind, accumulate=accumulate)
+    trainer = trainer_for(mlp(), method, cuts=[2, 4], corrections=[example_of(kind)])
+    trainer.step(*vector_batches(1)[0])
+    (hook,) = trainer._workers[0].stage.corrector._hooks
+    if not hook.repeats or isinstance(hook, Prediction):  # predictions are asked for anew
+        return
+    seen: dict[int, list[Any]] = {}
+    ask = hook.numbers
+
+    def kept(moment: Moment) -> Any:
+        found = ask(moment)
+        seen.setdefault(moment.lag, []).append(list(map(float, found)))
+        return found
+
+    monkeypatch.setattr(hook, "numbers", kept)
+    for x, y in vector_batches(12):
+        trainer.step(x, y)
+    assert all(numbers == found[0] for found in seen.values() for numbers in found)
+
+
+def test_two_that_choose_the_same_weights_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Other(Predict):
+        name = "other"
+
+    words = "predict and other both choose the forward weights"
+    with pytest.raises(ConfigurationError, match=words):
+        trainer_for(mlp(), PipeDream(), cuts=[2, 4], corrections=[Predict(), Other()])
+
+
+def test_memory_that_does_not_fit_a_checkpoint_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"cuts": [2, 4], "corrections": [Extrapolate()]}
+    trainer = trainer_for(mlp(), PipeDream(), **settings)
+    for x, y in vector_batches(5):
+        trainer.step(x, y)
+    trainer.save(tmp_path, wait=True)
+    again = trainer_for(mlp(), PipeDream(), **settings)
+    kind = type(trainer._workers[0].stage.corrector._hooks[0])
+    remembered = kind.memory
+    monkeypatch.setattr(kind, "memory", lambda self: {"renamed": remembered(self)["previous"]})
+    with pytest.warns(UserWarning, match="what its corrections remembered in this checkpoint does"):
+        again.resume(tmp_path)

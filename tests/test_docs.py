@@ -107,7 +107,8 @@ def test_a_session_prints_what_the_page_shows(
     caught = capsys.readouterr()
     trains = session.command.startswith(("offbeat train", "offbeat study"))
     told = measured_out if trains else str
-    assert told(caught.out + caught.err) == told(session.printed)
+    printed = caught.out + caught.err
+    assert told(printed) == told(session.printed), f"paste this into {session.page}:\n{printed}"
 
 
 def carry_out(session: Session) -> None:

@@ -61,7 +61,7 @@ def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correc
                 f"corrections={corrections!r}: give objects from offbeat.corrections, such as"
                 " Predict(), or their names."
             )
-        if sum(type(other) is type(correction) for other in made) > 1:
+        if sum(other.name == correction.name for other in made) > 1:
             raise ConfigurationError(f"corrections: {correction.name} is there twice: give one.")
     return made
 

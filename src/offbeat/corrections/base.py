@@ -80,10 +80,6 @@ class Hook:
     engine can record it.
     """
 
-    predicts = False
-    """Whether ``forward_weights`` is to be asked."""
-    rewinds = False
-    """Whether ``backward_weights`` is to be asked."""
     needs_read = False
     """Whether ``gradients`` wants the weights that the forward used."""
     needs_before = False

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat.corrections.base import Correction, Hook, Numbers, Surroundings
-from offbeat.corrections.base import require_number as _require
-from offbeat.corrections.groups import Tensors
-from offbeat.corrections.seen import with_gradients
+from offbeat.corrections.base import Correction, Hook, Numbers, Surroundings, require_number
+from offbeat.corrections.groups import Tensors, with_gradients
 from offbeat.errors import ConfigurationError
 
 _DECAY = 0.99
@@ -42,9 +40,9 @@ class ClipPerStage(Correction):
                 " norm or a multiple of the stage's usual norm, as in times=3."
             )
         if self.times is None:
-            _require("ClipPerStage", "norm", self.norm, above=0)
+            require_number("ClipPerStage", "norm", self.norm, above=0)
         else:  # up to 1 the bound, made of clipped norms, would fall for ever
-            _require("ClipPerStage", "times", self.times, above=1)
+            require_number("ClipPerStage", "times", self.times, above=1)
 
     def hook(self, around: Surroundings) -> "Clipping":
         return Clipping(self, around)

@@ -1,5 +1,6 @@
 """All corrections of one stage, called by it at three points: forward, backward, update."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -100,9 +101,19 @@ class Corrector:
         if lag and self._parameters:
             around = self._surroundings(lag, groups_of(optimizers))
             sparse = any(isinstance(optimizer, SparseAdam) for optimizer in optimizers)
+            lenders: dict[str, str] = {}
             for correction in self._corrections:
                 hook = correction.hook(around)
-                if sparse and _changes_gradients(hook):
+                for point in ("forward_weights", "backward_weights"):
+                    if _overrides(hook, point):
+                        other = lenders.setdefault(point, correction.name)
+                        if other != correction.name:
+                            raise ConfigurationError(
+                                f"{other} and {correction.name} both choose the"
+                                f" {point.replace('_', ' ')}, and a stage can have those of one"
+                                " only: leave the other out."
+                            )
+                if sparse and _overrides(hook, "gradients"):
                     raise ConfigurationError(
                         f"{correction.name} goes through gradients element by element, and"
                         f" SparseAdam of stage {self._stage} takes sparse ones only. Use"
@@ -139,12 +150,12 @@ class Corrector:
     @property
     def predicts(self) -> bool:
         """Whether forwards use other weights than the newest."""
-        return any(hook.predicts for hook in self._hooks)
+        return any(_overrides(hook, "forward_weights") for hook in self._hooks)
 
     @property
     def rewinds(self) -> bool:
         """Whether backwards use other weights than those of their rule."""
-        return any(hook.rewinds for hook in self._hooks)
+        return any(_overrides(hook, "backward_weights") for hook in self._hooks)
 
     @property
     def acts_forward(self) -> bool:
@@ -203,7 +214,7 @@ class Corrector:
     def _predict(self, moment: Moment) -> Tensors | None:
         with torch.no_grad(), self._tuned(moment):
             for hook in self._hooks:
-                if hook.predicts:
+                if _overrides(hook, "forward_weights"):
                     return hook.forward_weights(hook.numbers(moment))
         return None
 
@@ -212,7 +223,7 @@ class Corrector:
         behind = version - self._flights[batch].version if self.rewinds else 0
         with torch.no_grad():
             for hook in self._hooks:
-                if hook.rewinds:
+                if _overrides(hook, "backward_weights"):
                     return hook.backward_weights(behind)
         return None
 
@@ -247,7 +258,9 @@ class Corrector:
 
     def _fill_sparse_gradients(self) -> None:
         """What changes gradients goes element by element."""
-        changes = any(_changes_gradients(hook) for hook in self._hooks if hook is not self._watch)
+        changes = any(
+            _overrides(hook, "gradients") for hook in self._hooks if hook is not self._watch
+        )
         for parameter in self._parameters if changes else ():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
@@ -344,7 +357,13 @@ class Corrector:
 
         What was taken before a fill has no memory yet, and that of the fill's beginning is fresh.
         """
-        self.load_state_dict(state["corrections"])
+        if not self.load_state_dict(state["corrections"]):
+            warnings.warn(
+                f"stage {self._stage}: what its corrections remembered in this checkpoint does not"
+                " fit them now (other weights are frozen, or a correction has changed): they begin"
+                " anew, and the run will not end with the bits of one that was never disturbed.",
+                stacklevel=2,
+            )
         if self._watch is not None and state["watch"]:
             for tensor, value in zip(_memory_of(self._watch), state["watch"], strict=True):
                 tensor.copy_(value)
@@ -393,19 +412,23 @@ class Corrector:
         memory = {name: tensor.detach().clone() for name, tensor in self._named_memory().items()}
         return {"sizes": self._sizes(), "memory": memory} if memory else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave, at once or when the next fill begins."""
-        self._loaded = dict(state)
-        if self.active and self._loaded:
-            self._take_loaded()
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Takes back what :meth:`state_dict` gave, at once or when the next fill begins.
 
-    def _take_loaded(self) -> None:
+        False if it is of no use to these corrections.
+        """
+        self._loaded = dict(state)
+        return self._take_loaded() if self.active and self._loaded else True
+
+    def _take_loaded(self) -> bool:
         loaded, self._loaded = self._loaded, {}
         known, found = self._named_memory(), loaded["memory"]
         # A phase with another lag begins anew, as it would have without a checkpoint.
-        if loaded["sizes"] == self._sizes() and shapes_of(found) == shapes_of(known):
-            for name, tensor in known.items():
-                tensor.copy_(found[name])
+        if loaded["sizes"] != self._sizes() or shapes_of(found) != shapes_of(known):
+            return False
+        for name, tensor in known.items():
+            tensor.copy_(found[name])
+        return True
 
     def _sizes(self) -> list[int]:
         """Of the fill: memory of another one is of no use."""
@@ -423,8 +446,9 @@ class Corrector:
         }
 
 
-def _changes_gradients(hook: Hook) -> bool:
-    return type(hook).gradients is not Hook.gradients
+def _overrides(hook: Hook, name: str) -> bool:
+    """Whether it has its own say at this point."""
+    return getattr(type(hook), name) is not getattr(Hook, name)
 
 
 def _memory_of(hook: Hook) -> list[Tensor]:

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
-from offbeat.corrections.base import require_number as _require
-from offbeat.corrections.groups import Tensors
-from offbeat.corrections.seen import refuse_maximizing, refuse_recompute, with_gradients
+from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings, require_number
+from offbeat.corrections.groups import Tensors, with_gradients
+from offbeat.corrections.seen import refuse_maximizing, refuse_recompute
 from offbeat.methods.base import Rule
 
 _DECAY, _EPS = 0.95, 1e-7
@@ -35,7 +34,7 @@ class DelayCompensation(Correction):
     adaptive: bool = False
 
     def __post_init__(self) -> None:
-        _require("DelayCompensation", "strength", self.strength, above=0)
+        require_number("DelayCompensation", "strength", self.strength, above=0)
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
         del reads_old_versions

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
-from offbeat.corrections.base import require_number as _require
-from offbeat.corrections.groups import Tensors
-from offbeat.corrections.seen import with_gradients
+from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings, require_number
+from offbeat.corrections.groups import Tensors, with_gradients
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Extrapolate(Correction):
     gain: float = 1.0
 
     def __post_init__(self) -> None:
-        _require("Extrapolate", "gain", self.gain, above=0)
+        require_number("Extrapolate", "gain", self.gain, above=0)
 
     def hook(self, around: Surroundings) -> "Extrapolation":
         return Extrapolation(self, around)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
-from offbeat.corrections.base import require_number as _require
+from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings, require_number
 from offbeat.corrections.groups import Group, Tensors
 from offbeat.corrections.seen import refuse_maximizing, refuse_recompute
 from offbeat.errors import ConfigurationError
@@ -36,7 +35,7 @@ class GapAware(Correction):
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        _require("GapAware", "decay", self.decay, above=0, most=1)
+        require_number("GapAware", "decay", self.decay, above=0, most=1)
         if self.decay == 1:
             raise ConfigurationError("GapAware(decay=1): a mean that forgets nothing never begins.")
 

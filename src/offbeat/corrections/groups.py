@@ -136,3 +136,12 @@ class Group:
 
 def groups_of(optimizers: Sequence[Optimizer]) -> list[Group]:
     return [Group(o, place) for o in optimizers for place in range(len(o.param_groups))]
+
+
+def with_gradients(
+    parameters: tuple[nn.Parameter, ...],
+) -> tuple[list[int], Tensors, Tensors]:
+    """The places, weights and gradients of the parameters that have a gradient."""
+    places = [place for place, p in enumerate(parameters) if p.grad is not None]
+    gradients = tuple(p.grad for p in parameters if p.grad is not None)
+    return places, tuple(parameters[place].detach() for place in places), gradients

@@ -6,8 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings
-from offbeat.corrections.base import require_number as _require
+from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings, require_number
 from offbeat.corrections.fit import HorizonFit
 from offbeat.corrections.groups import Group, Tensors
 from offbeat.corrections.seen import refuse_holes
@@ -54,7 +53,7 @@ class Predict(Correction):
         if self.direction not in ("optimizer", "difference"):
             raise unknown("direction", self.direction, ("optimizer", "difference"))
         if not isinstance(self.horizon, str):
-            _require("Predict", "horizon", self.horizon, above=0)
+            require_number("Predict", "horizon", self.horizon, above=0)
         elif self.horizon not in ("lag", "geometric", "fitted"):
             raise unknown("horizon", self.horizon, ("lag", "geometric", "fitted"))
 
@@ -80,7 +79,6 @@ class Predict(Correction):
 
 
 class Prediction(Hook):
-    predicts = True
     repeats = True
 
     def __init__(self, settings: Predict, around: Surroundings) -> None:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.corrections.base import Correction, Hook, Surroundings
-from offbeat.corrections.base import require_number as _require
+from offbeat.corrections.base import Correction, Hook, Surroundings, require_number
 from offbeat.corrections.groups import Tensors
 from offbeat.corrections.seen import refuse_holes
 from offbeat.errors import ConfigurationError
@@ -34,7 +33,7 @@ class Rewind(Correction):
     memory_at_lag: float = 0.135
 
     def __post_init__(self) -> None:
-        _require("Rewind", "memory_at_lag", self.memory_at_lag, above=0, most=1)
+        require_number("Rewind", "memory_at_lag", self.memory_at_lag, above=0, most=1)
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
         del reads_old_versions
@@ -50,7 +49,6 @@ class Rewind(Correction):
 
 
 class Rewinding(Hook):
-    rewinds = True
     needs_before = True
 
     def __init__(self, settings: Rewind, around: Surroundings) -> None:

@@ -65,15 +65,6 @@ class ReadWeights:
             torch._foreach_copy_(copy, values)
 
 
-def with_gradients(
-    parameters: tuple[nn.Parameter, ...],
-) -> tuple[list[int], Tensors, Tensors]:
-    """The places, weights and gradients of the parameters that have a gradient."""
-    places = [place for place, p in enumerate(parameters) if p.grad is not None]
-    gradients = tuple(p.grad for p in parameters if p.grad is not None)
-    return places, tuple(parameters[place].detach() for place in places), gradients
-
-
 def refuse_maximizing(name: str, around: Surroundings) -> None:
     if any(group.maximizes for group in around.groups):
         raise ConfigurationError(
