@@ -519,3 +519,10 @@ def test_the_command_line_sets_guards(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "unknown policy nonfinite 'panic'" in capsys.readouterr().err
     assert train("--nonfinite", "stop", "--lr", "1e30") == 2
     assert "Error: stage 1: the loss of batch 1 is nan" in capsys.readouterr().err
+
+
+def test_a_loss_of_a_part_is_named_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_for(mlp(), StaleWeights(accumulate=2), cuts=[4])
+    for x, y in with_nan(vector_batches(3), 1):
+        trainer.step(x, y)
+    assert "the loss of micro-batch 2 is nan" in caplog.records[0].message

@@ -244,7 +244,24 @@ def test_corrections_of_one_s_own_win_over_auto_s(capsys: Any) -> None:
     ],
 )
 def test_the_kind_of_an_optimizer_is_found_out(factory: Any, kind: str) -> None:
-    assert kind_of(factory) == kind
+    assert kind_of(factory, []) == kind
+
+
+def test_an_optimizer_that_knows_its_parameters_by_name_is_found_out() -> None:
+    model = mlp()
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def by_name(params: Any) -> torch.optim.Optimizer:
+        biases = [p for p in params if names[id(p)].endswith("bias")]
+        rest = [p for p in params if not names[id(p)].endswith("bias")]
+        groups: list[dict[str, Any]] = [{"params": rest}, {"params": biases, "weight_decay": 0}]
+        return torch.optim.AdamW(groups)
+
+    trainer = offbeat.Trainer(
+        model, loss=nn.functional.cross_entropy, optimizer=by_name, method="auto", stages=2
+    )
+    assert trainer.plan is not None
+    assert trainer.plan.corrections == ("extrapolate",)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +282,9 @@ def test_a_run_by_auto_stores_what_it_came_to(tmp_path: Path, capsys: Any) -> No
     assert run.config["method"] == {"name": "auto", "settings": {"hop": 0.1}}
     facts = Facts(run, "run")
     assert facts.method == "dsp"
-    assert facts.corrections == ["spike-compensation"]
+    assert facts.method_in_full is not None
+    assert facts.method_in_full.startswith("dsp:backward=stash,accumulate=4,lag=")
+    assert facts.method_in_full.endswith(" + spike-compensation")
     assert facts.settings["accumulate"] == 4
     for flags, words in ((["--method", "auto:hup=1"], "it takes hop"), (["--method", "auto",
                          "--hybrid", "1"], "give the method it prints")):  # fmt: skip

@@ -347,6 +347,19 @@ def test_runs_are_compared_with_the_synchronous_one(tmp_path: Path) -> None:
     assert "-2.5" in words and "500 ms" in words and "256" in words
 
 
+def test_runs_without_an_accuracy_are_compared_by_loss(tmp_path: Path) -> None:
+    runs = [
+        changed(made_run(tmp_path / name, method, accuracy=None, **settings), SUMMARY, loss=loss)
+        for name, method, settings, loss in (
+            ("bp", "synchronous", {}, 2.0),
+            ("late", "adl", {"accumulate": 3}, 2.125),
+        )
+    ]
+    words = Seen(page(runs)).words
+    assert "adl:accumulate=3" in words
+    assert "gap to bp, in loss" in words and "+0.1250" in words
+
+
 def test_without_a_synchronous_run_the_page_gives_no_gap(tmp_path: Path) -> None:
     words = Seen(page([made_run(tmp_path / "a"), made_run(tmp_path / "b", "adl")])).words
     assert "None of the runs is synchronous" in words and "gap to" not in words

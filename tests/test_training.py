@@ -20,6 +20,7 @@ from rich.console import Console
 from offbeat import cli
 from offbeat.cli.live import Screen
 from offbeat.experiment import Choice, Experiment
+from offbeat.readings import Readings
 from offbeat.report.page import page
 from offbeat.runs import Run
 from offbeat.study import cells_of
@@ -353,6 +354,28 @@ def test_a_study_compares_corrections(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "synchronous-K1-seed0: found" in said
     assert "2/2 pipedream+extrapolate-K2-seed0" in said
+
+
+def test_a_study_refuses_what_it_cannot_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert offbeat_says("study", "--methods", "synchronous+extrapolate") == 2
+    assert "without lag a correction changes nothing. Leave it out." in capsys.readouterr().err
+    assert offbeat_says("timeline", "adl:accumulate=4") == 2
+    assert "settings are options here, as in 'adl --accumulate 4'" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert offbeat_says("study") == 2
+    assert "a study runs in one process, and torchrun has started 2" in capsys.readouterr().err
+
+
+def test_a_short_run_is_probed_before_it_is_drained(tmp_path: Path) -> None:
+    run = train(
+        tmp_path / "run", "--method", "pipedream:accumulate=2", "--stages", "2", "--monitor",
+        "--max-steps", "12",
+    )  # fmt: skip
+    cosines = Readings.load(run.folder / "readings.jsonl").of("cosine", stage=0)
+    assert len(cosines) == 1
+    assert max(cosines.values()) < 0.999
 
 
 def test_corrections_are_joined_by_a_plus_and_have_a_flag_of_their_own(

@@ -35,7 +35,9 @@ def plan_of(
         return None
     roots = [model] if isinstance(model, nn.Module) else model
     batch_norm = any(isinstance(m, _BATCH_NORMS) for root in roots for m in root.modules())
-    return plan_for(stages, kind_of(optimizer), method, batch_norm=batch_norm)
+    parameters = list(dict.fromkeys(p for root in roots for p in root.parameters()))
+    kind = kind_of(optimizer, parameters)
+    return plan_for(stages, kind, method, batch_norm=batch_norm)
 
 
 def checked_method(method: Method | Auto | str) -> Method:

@@ -171,7 +171,9 @@ class Experiment:
     )
     max_lag: int | None = _help("Bound on the lag, in updates; refused and measured.", None)
     epochs: int = _help("Passes over the training data.", 5)
-    max_steps: int | None = _help("Stop after so many updates, in the middle of an epoch.", None)
+    max_steps: int | None = _help(
+        "Stop after so many updates; the learning rate falls as for all --epochs.", None
+    )
     batch_size: int = _help("Rows per update, over all replicas.", 64)
     drop_last: bool = _help("Leave out a short last batch.", False)
     augment: bool = _help("Random crops and flips where the data has them.", True)

@@ -173,6 +173,7 @@ class Guard:
         self._names = names
         self._updates = updates
         self._copies: deque[_Copy] = deque(maxlen=2 if self._rolls_back else 1)
+        self._part = "batch"
         self._dropped_in_a_row = 0
         self._warned = False
         self.forget()
@@ -205,8 +206,9 @@ class Guard:
 
     # ---------------------------------------------------------------- told by the worker
 
-    def begin(self) -> None:
+    def begin(self, micro_batches: int) -> None:
         """The next forward is the first of a fill: nothing has touched the weights yet."""
+        self._part = "batch" if micro_batches == 1 else "micro-batch"
         if self.agrees and not self._copies:
             self._copies.append(_Copy(self._stage, None, whole=self._rolls_back))
 
@@ -286,8 +288,8 @@ class Guard:
     def _meet_loss(self, batch: int, version: int, loss: float) -> None:
         stage = self._stage
         words = (
-            f"stage {stage.index}{_of_replica(stage)}: the loss of batch {batch} is {loss}, at"
-            f" version {version} of the weights."
+            f"stage {stage.index}{_of_replica(stage)}: the loss of {self._part} {batch} is {loss},"
+            f" at version {version} of the weights."
         )
         if self.looks and self._guards.nonfinite == "stop":
             raise GuardError(f"{words} {_REMEDY}")

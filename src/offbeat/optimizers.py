@@ -62,13 +62,14 @@ def attach_optimizers(
         stage.schedulers = [_check_scheduler(scheduler(o)) for o in stage.optimizers]
 
 
-def kind_of(optimizer: OptimizerFactory) -> OptimizerKind:
-    """What a user's factory makes, found out with parameters that stand in for theirs."""
+def kind_of(optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> OptimizerKind:
+    """What a user's factory makes, found out with all parameters of a model, or with others."""
     # Muon takes matrices alone, and what it is combined with wants something, too.
-    for shapes in ([(2, 2), (2,)], [(2, 2)]):
+    stand_ins = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,))]
+    for given in (parameters, stand_ins, stand_ins[:1]):
         try:
-            made = optimizer([nn.Parameter(torch.zeros(shape)) for shape in shapes])
-        except Exception:  # it looks for its own parameters, or is no function: said elsewhere
+            made = optimizer(list(given))
+        except Exception:  # it is made for a stage, or is no function: said elsewhere
             continue
         found = list(made) if isinstance(made, Sequence) else [made]
         return _kind_of_all(found)

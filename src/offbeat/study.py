@@ -49,6 +49,10 @@ def plan(
         corrections = (*base.correction, *own)
         # Without lag the number of stages changes nothing, not even a bit, nor do corrections.
         if method.name == "synchronous":
+            if own:
+                raise ConfigurationError(
+                    f"--methods {text}: without lag a correction changes nothing. Leave it out."
+                )
             count, corrections = 1, ()
         label = "+".join(map(str, (method, *corrections)))
         name = f"{label.replace(':', '-').replace('=', '')}-K{count}-seed{seed}"
@@ -99,13 +103,19 @@ def _check_same(found: Run, wanted: Experiment) -> None:
     usual = Experiment().as_dict()
     for key, value in wanted.as_dict().items():
         stored = found.config.get(key, usual[key])  # a run may be older than a setting
-        if key in ("data_folder", "device", "engine", "stages", "save_every", "keep"):
+        if key in _OF_NO_CONSEQUENCE:
             continue
         if plain(stored) != plain(value):
             raise ConfigurationError(
                 f"{found.folder} was run with {key}={spelled(stored)}, and this study asks for"
                 f" {spelled(value)}: give another folder (--out)."
             )
+
+
+_OF_NO_CONSEQUENCE = (
+    "data_folder", "device", "engine", "stages", "save_every", "keep", "monitor",
+)  # fmt: skip
+"""Settings in which a stored run may differ from what is asked for now."""
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:

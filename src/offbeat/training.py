@@ -216,14 +216,15 @@ def _train(
             if stopped or saver.is_due:
                 saver.save(trainer)
             if done or stopped:
+                _probe(experiment, data, trainer)
                 _drain(trainer, progress)
                 _evaluate(experiment, data, trainer, progress, watchers)
                 return "finished" if done else "interrupted"
         progress.epoch += 1
         last = progress.epoch == experiment.epochs
         due = last or progress.epoch % experiment.evaluate_every == 0
-        if due and experiment.monitor and any(trainer.lags):
-            _probe(experiment, data, trainer)  # before a drain: after it nothing is stale
+        if due:
+            _probe(experiment, data, trainer)
         if last:
             _drain(trainer, progress)
         if due:
@@ -232,7 +233,9 @@ def _train(
 
 
 def _probe(experiment: Experiment, data: Data, trainer: Trainer) -> None:
-    """On the first test batch, which is the same every time."""
+    """On the first test batch, which is the same every time; before a drain, which ends lag."""
+    if not experiment.monitor or not any(trainer.lags):
+        return
     loader = data.test_loader(experiment.batch_size, device=experiment.device)
     for x, y in islice(trainer.batches(loader), 1):
         trainer.probe(x, y)

@@ -92,7 +92,7 @@ class Worker:
         self._first_update = self.stage.version if first_update is None else first_update
         self._local_losses = schedule.local_losses
         self._clips_globally = schedule.synchronous
-        self.guard.begin()
+        self.guard.begin(schedule.micro_batches)
 
     @property
     def began_at(self) -> tuple[int, int]:

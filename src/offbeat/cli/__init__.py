@@ -308,7 +308,7 @@ def train(
     if summary["status"] == "interrupted":
         if first_process and (folder / CHECKPOINTS).exists():
             count = os.environ.get("WORLD_SIZE", "1")
-            launcher = f"torchrun --nproc-per-node {count} -m " if count != "1" else ""
+            launcher = f"torchrun --nproc-per-node {count} -m -- " if count != "1" else ""
             typer.echo(f"to go on: {launcher}offbeat train --resume --out {folder}")
         sys.exit(130)
 
@@ -335,6 +335,11 @@ def study(
     """How much staleness can this model take? Methods x stages x seeds, compared with BP."""
     from offbeat.study import cells_of, plan, run_study
 
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigurationError(
+            f"a study runs in one process, and torchrun has started {os.environ['WORLD_SIZE']}:"
+            " start it without torchrun."
+        )
     given = given_settings(config, flags)
     for name, option in _VARIED.items():
         if name in given:
@@ -375,7 +380,7 @@ def study(
                     " ".join(map(str, cell.lags)),
                     f"{cell.mean * 100:.2f}" if percent else f"{-cell.mean:.4f}",
                     _spread(cell, percent),
-                    f"{cell.gap * 100:+.2f}" if percent else f"{-cell.gap:+.4f}",
+                    f"{cell.gap * 100:+.2f}" if percent else f"{0 - cell.gap:+.4f}",
                 ]
                 for cell in cells
             ),

@@ -134,6 +134,10 @@ def read_method(name: str, *texts: str | None) -> Method:
     A setting it lacks is refused here, because the library's message would list ``hop`` and
     ``backward``, and as options of ``timeline`` these are costs.
     """
+    if ":" in name:
+        raise ConfigurationError(
+            f"METHOD {name!r}: settings are options here, as in 'adl --accumulate 4'."
+        )
     kind = type(method_named(name))
     takes = {field.name for field in fields(kind)}
     settings = {}

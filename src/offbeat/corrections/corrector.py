@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -239,6 +240,8 @@ class Corrector:
             yield
             return
         moment = Moment(self.lag_at(version), version)
+        if self._watch is not None and self._applied:
+            self._watch.late = fmean(version - flight.version for flight in self._applied)
         with self._tuned(moment):
             numbers = [hook.numbers(moment) for hook in self._hooks]
             with torch.no_grad():
@@ -318,8 +321,8 @@ class Corrector:
 
     def stale_weights(self) -> dict[nn.Parameter, Tensor] | None:
         """What the forward of the next gradient to be applied read; None if that is the newest."""
-        oldest = min(self._flights, default=None)
-        read = None if oldest is None else self._flights[oldest].weights
+        waiting = [*self._applied, *(self._flights[batch] for batch in sorted(self._flights))]
+        read = waiting[0].weights if waiting else None
         return None if read is None else dict(zip(self._parameters, read, strict=True))
 
     # ---------------------------------------------------------------- memory

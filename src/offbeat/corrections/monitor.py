@@ -37,9 +37,9 @@ class Monitor:
 class Watch(Hook):
     """The monitor at work in one stage with lag, on a sample of its coordinates.
 
-    Staleness is ``lr / (1 - momentum) x curvature x lag``, the curvature being
-    ``norm(g[t] - g[t-1]) / norm(w[t] - w[t-1])``. It counts the noise between batches as curvature,
-    so it is an upper estimate. Plain momentum breaks down near 1.
+    Staleness is ``lr / (1 - momentum) x curvature x lag``, the lag that of an update's parts on
+    average, the curvature ``norm(g[t] - g[t-1]) / norm(w[t] - w[t-1])``. It counts the noise
+    between batches as curvature, so it is an upper estimate. Plain momentum breaks down near 1.
     """
 
     needs_before = True
@@ -50,7 +50,8 @@ class Watch(Hook):
         self.sample = Sample(around.parameters)
         self._parameters = around.parameters
         self._groups = around.groups
-        self._lag = around.lag
+        self.late = float(around.lag)
+        """Updates by which the parts of the last update were late, on average."""
         first = around.parameters[0].detach()
         row = first.new_zeros(self.sample.size, dtype=self.sample.dtype)
         self._gradient = row
@@ -87,7 +88,7 @@ class Watch(Hook):
         change, moved, predicted, unpredicted = self._squares.tolist()
         rates = [_effective_rate(group) for group in self._groups if group.parameters]
         if moved > 0 and all(math.isfinite(rate) for rate in rates):
-            yield "staleness", max(rates) * math.sqrt(change / moved) * self._lag
+            yield "staleness", max(rates) * math.sqrt(change / moved) * self.late
         if unpredicted > 0:
             yield "prediction", math.sqrt(predicted / unpredicted)
 

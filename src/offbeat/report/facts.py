@@ -85,6 +85,18 @@ class Facts:
         return name_of(self._asked.get("method"))
 
     @property
+    def method_in_full(self) -> str | None:
+        """With its settings and corrections, as a study spells them."""
+        chosen = [self._asked.get("method"), *listing(self._asked.get("correction"))]
+        spelled = []
+        for value in chosen:
+            name, settings = name_of(value), mapping(mapping(value).get("settings"))
+            if name is not None:
+                listed = ",".join(f"{key}={setting}" for key, setting in settings.items())
+                spelled.append(f"{name}:{listed}" if listed else name)
+        return " + ".join(spelled) or None
+
+    @property
     def settings(self) -> dict[str, Any]:
         return mapping(mapping(self._asked.get("method")).get("settings"))
 
@@ -92,12 +104,6 @@ class Facts:
     def _asked(self) -> dict[str, Any]:
         """What decided the run: the configuration, or what "auto" made of it."""
         return self.config | mapping(self.config.get("plan"))
-
-    @property
-    def corrections(self) -> list[str]:
-        """The names of what was done against staleness."""
-        names = [name_of(value) for value in listing(self._asked.get("correction"))]
-        return [name for name in names if name is not None]
 
     @property
     def averaging(self) -> str | None:
@@ -380,8 +386,12 @@ def facts_of(runs: Sequence[Run]) -> list[Facts]:
 
 
 def baseline(facts: Iterable[Facts]) -> Facts | None:
-    """The synchronous run that the others are compared with, if one has an accuracy."""
-    return next((f for f in facts if f.synchronous and f.accuracy is not None), None)
+    """The synchronous run that the others are compared with, by accuracy or else by loss."""
+    plain = [f for f in facts if f.synchronous]
+    scored = [f for f in plain if f.accuracy is not None] or [
+        f for f in plain if f.loss is not None
+    ]
+    return scored[0] if scored else None
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:

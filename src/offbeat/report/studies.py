@@ -20,7 +20,7 @@ def draw_study(cells: Sequence[Cell], percent: bool) -> "Figure":
     figure = empty_figure(8.5, 5.0)
     figure.set_layout_engine("constrained")  # makes room for a legend outside
     axes = figure.add_subplot()
-    scale = 100.0 if percent else 1.0
+    scale = 100.0 if percent else -1.0  # a loss is stored as a score, negative
     plain = [cell for cell in cells if cell.method == "synchronous"]
     for cell in plain:
         axes.axhline(scale * cell.mean, color="#000000", linewidth=1)
@@ -38,7 +38,9 @@ def draw_study(cells: Sequence[Cell], percent: bool) -> "Figure":
             axes.plot([lag] * len(cell.scores), [scale * s for s in cell.scores], ".", color=colour,
                       alpha=0.4)  # fmt: skip
     axes.set_xlabel("lag of the first stage, in updates")
-    axes.set_ylabel("test accuracy, %" if percent else "minus test loss")
+    axes.set_ylabel("test accuracy, %" if percent else "test loss, better upwards")
+    if not percent:
+        axes.invert_yaxis()
     axes.set_title("line and band: BP, mean and range over seeds" if plain else "")
     axes.grid(alpha=0.3)
     axes.locator_params(axis="x", integer=True)

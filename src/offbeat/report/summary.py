@@ -21,7 +21,7 @@ def _sentence(run: Facts, place: int | None) -> Markup:
 
 
 def _set_up(run: Facts) -> str:
-    how = " + ".join([run.method or "an unknown method", *run.corrections])
+    how = run.method_in_full or "an unknown method"
     text = f"trained {run.model or 'a model'} with {how}"
     if run.stages:
         text += f" over {words.plural(run.stages, 'stage')}"
@@ -61,7 +61,9 @@ def _trouble(run: Facts) -> Markup | None:
 def comparison(facts: Sequence[Facts]) -> Markup:
     base = baseline(facts)
     head = ["run", "method", "lag per stage", "accuracy"]
-    head += [f"gap to {base.label}, points"] if base else []
+    by_accuracy = base is not None and base.accuracy is not None
+    if base is not None:
+        head.append(f"gap to {base.label}, {'points' if by_accuracy else 'in loss'}")
     head += ["test loss", "time per step", "rows/s", "end"]
     rows = []
     for place, run in enumerate(facts):
@@ -71,9 +73,8 @@ def comparison(facts: Sequence[Facts]) -> Markup:
             words.listed(run.lags),
             words.percent(run.accuracy),
         ]
-        if base is not None and base.accuracy is not None:
-            gap = None if run.accuracy is None else run.accuracy - base.accuracy
-            row.append("baseline" if run is base else words.points(gap))
+        if base is not None:
+            row.append("baseline" if run is base else _gap(run, base, by_accuracy=by_accuracy))
         row += [
             words.number(run.loss),
             words.seconds(run.step_s),
@@ -81,7 +82,7 @@ def comparison(facts: Sequence[Facts]) -> Markup:
             run.status or "not recorded",
         ]
         rows.append(row)
-    missing = note("None of the runs is synchronous with an accuracy, so no gap is given.")
+    missing = note("None of the runs is synchronous with a score, so no gap is given.")
     others = {} if base is None else {run.label: run.recipe_unlike(base) for run in facts}
     unlike = [
         note(f"{label} and {base.label if base else ''} differ in more than staleness: {listed}.")
@@ -92,8 +93,15 @@ def comparison(facts: Sequence[Facts]) -> Markup:
     return join([side_by_side, None if base else missing, *unlike])
 
 
+def _gap(run: Facts, base: Facts, *, by_accuracy: bool) -> str:
+    ours, theirs = (run.accuracy, base.accuracy) if by_accuracy else (run.loss, base.loss)
+    if ours is None or theirs is None:
+        return words.MISSING
+    return words.points(ours - theirs) if by_accuracy else f"{ours - theirs:+.4f}"
+
+
 def _method_words(run: Facts) -> str:
-    text = " + ".join([run.method or words.MISSING, *run.corrections])
+    text = run.method_in_full or words.MISSING
     text += f", {words.plural(run.stages, 'stage')}" if run.stages else ""
     if run.replicas > 1:
         text += f", {run.replicas} replicas"
