@@ -348,13 +348,9 @@ def test_runs_are_compared_with_the_synchronous_one(tmp_path: Path) -> None:
 
 
 def test_runs_without_an_accuracy_are_compared_by_loss(tmp_path: Path) -> None:
-    runs = [
-        changed(made_run(tmp_path / name, method, accuracy=None, **settings), SUMMARY, loss=loss)
-        for name, method, settings, loss in (
-            ("bp", "synchronous", {}, 2.0),
-            ("late", "adl", {"accumulate": 3}, 2.125),
-        )
-    ]
+    plain = made_run(tmp_path / "bp", "synchronous", accuracy=None)
+    late = made_run(tmp_path / "late", "adl", accuracy=None, accumulate=3)
+    runs = [changed(plain, SUMMARY, loss=2.0), changed(late, SUMMARY, loss=2.125)]
     words = Seen(page(runs)).words
     assert "adl:accumulate=3" in words
     assert "gap to bp, in loss" in words and "+0.1250" in words

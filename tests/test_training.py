@@ -356,6 +356,23 @@ def test_a_study_compares_corrections(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2/2 pipedream+extrapolate-K2-seed0" in said
 
 
+def test_a_study_is_told_by_a_file_and_flags_win(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "study.toml"
+    file.write_text(
+        'methods = ["pipedream", "pipedream + extrapolate"]\nstage-counts = [2, 3]\nseeds = 2\n'
+        "epochs = 1\nmax-steps = 2\n"
+    )
+    words = ["study", "--config", str(file), "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert offbeat_says(*words) == 0
+    said = capsys.readouterr().out
+    assert "5/5 pipedream+extrapolate-K3-seed0" in said
+    file.write_text("stage-counts = []")
+    assert offbeat_says(*words) == 2
+    assert "--stage-counts: give at least one, as in --stage-counts 2,4." in capsys.readouterr().err
+
+
 def test_a_study_refuses_what_it_cannot_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

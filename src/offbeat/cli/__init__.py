@@ -57,6 +57,7 @@ from offbeat.cli.train import (
     with_experiment_flags,
 )
 from offbeat.errors import ConfigurationError, MissingExtra, OffbeatError
+from offbeat.experiment import Experiment
 from offbeat.ledger import Ledger
 from offbeat.methods import METHODS, Method
 from offbeat.runs import CHECKPOINTS, CONFIG, LEDGER, Run
@@ -313,21 +314,25 @@ def train(
         sys.exit(130)
 
 
+_METHODS = "stale-weights dsp adl:accumulate=4 pipedream"
+"""Of a study for which none are given."""
+
+
 @app.command()
 @with_experiment_flags
 def study(
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAMES",
             help="Methods, separated by spaces, with corrections behind a +, as in"
-            " 'dsp adl:accumulate=4 pipedream+spike-compensation'.",
+            f" 'pipedream pipedream+spike-compensation' [{_METHODS}].",
         ),
-    ] = "stale-weights dsp adl:accumulate=4 pipedream",
+    ] = None,
     stage_counts: Annotated[
-        str, typer.Option("--stage-counts", metavar="2,4", help="Numbers of stages.")
-    ] = "2,4",
-    seeds: Annotated[str, typer.Option(metavar="N", help="Seeds 0, 1, ...")] = "3",
+        str | None, typer.Option("--stage-counts", metavar="2,4", help="Numbers of stages [2,4].")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="N", help="Seeds 0, 1, ... [3].")] = None,
     config: ConfigOption = None,
     out: OutOption = None,
     **flags: Any,
@@ -340,7 +345,11 @@ def study(
             f"a study runs in one process, and torchrun has started {os.environ['WORLD_SIZE']}:"
             " start it without torchrun."
         )
-    given = given_settings(config, flags)
+    own = {"methods": methods, "stage_counts": stage_counts, "seeds": seeds}
+    given = given_settings(config, flags | own)
+    names = _listed(given.pop("methods", _METHODS))
+    counts = _listed(given.pop("stage_counts", "2 4"), also=",")
+    repeats = read_count("--seeds", str(given.pop("seeds", 3)))
     for name, option in _VARIED.items():
         if name in given:
             source = f"--{name}" if flags.get(name) is not None else f"{name} in {config}"
@@ -348,16 +357,16 @@ def study(
                 f"{source} is for one run, and a study makes several: leave it out and give"
                 f" {option}."
             )
-    experiment = read_experiment(config, flags)
+    experiment = Experiment.read(given, "" if config is None else f" in {config}")
     folder = Path(out or f"studies/{experiment.model.name}-{experiment.data.name}")
-    counts = [
-        read_count("--stage-counts", text, most=MOST_STAGES)
-        for text in stage_counts.replace(",", " ").split()
-    ]
-    names = re.sub(r"\s*\+\s*", "+", methods).split()
-    if not names:
-        raise ConfigurationError("--methods: give at least one, as in --methods 'dsp pipedream'.")
-    planned = plan(experiment, names, counts, read_count("--seeds", seeds))
+    stages = [read_count("--stage-counts", text, most=MOST_STAGES) for text in counts]
+    for option, value, found in (
+        ("--methods", "'dsp pipedream'", names),
+        ("--stage-counts", "2,4", counts),
+    ):
+        if not found:
+            raise ConfigurationError(f"{option}: give at least one, as in {option} {value}.")
+    planned = plan(experiment, names, stages, repeats)
     runs = run_study(planned, folder, typer.echo)
     if not runs:
         sys.exit(130)
@@ -396,6 +405,13 @@ def study(
         typer.echo(f"\nno picture: {error}", err=True)
     if len(runs) < len(planned):  # interrupted
         sys.exit(130)
+
+
+def _listed(value: Any, also: str = " ") -> list[str]:
+    """The parts of a text, or of a list of a TOML file; no blanks around the plus of one."""
+    texts = value if isinstance(value, list) else [value]
+    joined = (re.sub(r"\s*\+\s*", "+", str(text)).replace(also, " ") for text in texts)
+    return [part for text in joined for part in text.split()]
 
 
 _VARIED = {
