@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +295,21 @@ def test_schedulers_pass_to_a_cut_with_other_groups(
     assert_same_bits(again.state_dict(), trainer.state_dict())
 
 
+def drained_at(
+    step: int, made: Callable[[], offbeat.Trainer], batches: Sequence[Any], folder: Path
+) -> tuple[offbeat.Trainer, offbeat.Trainer]:
+    """A trainer that drains for a checkpoint, and one that goes on from it, both at the end."""
+    trainer, again = made(), made()
+    for x, y in batches[:step]:
+        trainer.step(x, y)
+    trainer.save(folder, drain=True, wait=True)
+    again.resume(folder)
+    for x, y in batches[step:]:
+        trainer.step(x, y)
+        again.step(x, y)
+    return trainer, again
+
+
 def test_a_head_s_own_group_is_taken_over_with_it(tmp_path: Path) -> None:
     def made() -> offbeat.Trainer:
         torch.manual_seed(0)
@@ -302,15 +317,7 @@ def test_a_head_s_own_group_is_taken_over_with_it(tmp_path: Path) -> None:
         return trainer_for(nn.Sequential(*layers).double(), DGL(), in_groups, cuts=[1, 3])
 
     batches = vector_batches(9)
-    trainer = made()
-    for x, y in batches[:4]:
-        trainer.step(x, y)
-    trainer.save(tmp_path, drain=True, wait=True)
-    again = made()
-    again.resume(tmp_path)
-    for x, y in batches[4:]:
-        trainer.step(x, y)
-        again.step(x, y)
+    trainer, again = drained_at(4, made, batches, tmp_path)
     assert_same_bits(again.state_dict(), trainer.state_dict())
 
 
@@ -367,15 +374,7 @@ def test_sparse_momentum_is_stored_as_well(tmp_path: Path) -> None:
         )
 
     batches = [(torch.randint(9, (6, 2)), torch.randint(4, (6,))) for _ in range(6)]
-    trainer = made()
-    for x, y in batches[:3]:
-        trainer.step(x, y)
-    trainer.save(tmp_path, drain=True, wait=True)
-    again = made()
-    again.resume(tmp_path)
-    for x, y in batches[3:]:
-        trainer.step(x, y)
-        again.step(x, y)
+    trainer, again = drained_at(3, made, batches, tmp_path)
     torch.testing.assert_close(again.state_dict(), trainer.state_dict())
     with pytest.raises(CheckpointError) as found:
         trainer.save(tmp_path / "exact", wait=True)

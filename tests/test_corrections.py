@@ -52,7 +52,7 @@ from offbeat.corrections import (
     SpikeCompensation,
     correction_named,
 )
-from offbeat.corrections.base import Surroundings
+from offbeat.corrections.base import Hook, Surroundings
 from offbeat.corrections.groups import Group, groups_of
 from offbeat.corrections.predict import Prediction
 from offbeat.corrections.rewind import Rewinding
@@ -1194,18 +1194,34 @@ def test_a_weight_without_gradients_changes_nothing_for_others(kind: type[Correc
     assert_same_bits(*ends)
 
 
-@EVERY
+REPEATING = [
+    SpikeCompensation, LookAhead, Extrapolate, Shrink, ClipPerStage, RateByLag, MomentumByLag,
+]  # fmt: skip
+"""But for predictions, whose numbers are asked for anew."""
+
+
+def test_every_correction_that_repeats_is_held_to_it() -> None:
+    for kind in {*CORRECTIONS} - {*REPEATING, Predict}:
+        (hook,) = hooks_of(kind, accumulate=1)[1]
+        assert not hook.repeats
+
+
+def hooks_of(kind: type[Correction], accumulate: int) -> tuple[offbeat.Trainer, list[Hook]]:
+    """A trainer in its first fill, and the hooks of its first stage."""
+    method = method_for(kind, accumulate=accumulate)
+    trainer = trainer_for(mlp(), method, cuts=[2, 4], corrections=[example_of(kind)])
+    trainer.step(*vector_batches(1)[0])
+    return trainer, trainer._workers[0].stage.corrector._hooks
+
+
+@pytest.mark.parametrize("kind", REPEATING, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_repeats_has_the_same_numbers_in_every_update(
     kind: type[Correction], accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recorded update asks for them once, and has them built in."""
-    method = method_for(kind, accumulate=accumulate)
-    trainer = trainer_for(mlp(), method, cuts=[2, 4], corrections=[example_of(kind)])
-    trainer.step(*vector_batches(1)[0])
-    (hook,) = trainer._workers[0].stage.corrector._hooks
-    if not hook.repeats or isinstance(hook, Prediction):  # predictions are asked for anew
-        return
+    trainer, (hook,) = hooks_of(kind, accumulate)
+    assert hook.repeats
     seen: dict[int, list[Any]] = {}
     ask = hook.numbers
 

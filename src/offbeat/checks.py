@@ -20,6 +20,7 @@ from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
 from offbeat.planning import Auto, Plan, plan_for
 from offbeat.schedule import Schedule
 from offbeat.stage import Loss
+from offbeat.versions import overlapping
 
 _MOST_REPLICAS = 4096
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -174,6 +175,29 @@ def warn_of_idle_corrections(
             f"corrections={names}: no stage lags here, so nothing is corrected. Give a method with"
             " lag and two stages or more, or leave them out.",
             stacklevel=3,
+        )
+
+
+def refuse_overlapping(cut: Cut, *, in_turn: bool, copied: bool) -> None:
+    """Of the whole model, so that all processes refuse alike; a stage looks at its own.
+
+    ``in_turn``: one process runs all stages, without lag. ``copied``: it has several replicas.
+    """
+    at = {id(p): stage for stage, m in enumerate(cut.modules()) for p in m.parameters()}
+    parameters = dict(cut.model.named_parameters())
+    for names in overlapping(parameters.items()):
+        stages = [at[id(parameters[n])] for n in names if id(parameters[n]) in at]
+        if len(set(stages)) > 1 and not in_turn:
+            why = f"stages {' and '.join(map(str, stages))} update their own weights"
+        elif copied:
+            why = "replicas are copies, in which each has memory of its own"
+        else:
+            continue
+        raise ConfigurationError(
+            f"{names[0]!r} and {names[1]!r} are two parameters in the same memory, and {why}, so"
+            " that an update of one would no longer reach the other. Give each its own:"
+            " nn.Parameter(view.clone()). If they are to be one weight, assign one nn.Parameter to"
+            " both modules, and cut so that both fall into one stage."
         )
 
 

@@ -45,7 +45,6 @@ from offbeat.streams import Streams
 from offbeat.transport import Key, Transport
 from offbeat.transport.memory import Meeting
 from offbeat.trunk import call, modes_kept
-from offbeat.versions import overlapping
 from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 
 Engine = Literal["serial", "processes", "streams"]
@@ -758,7 +757,13 @@ class Trainer:
         """Makes the workers of this process; some need the first batch to know how."""
         self._first = batch
         self._cut = self._cut.weighed(batch, self._balancing)
-        self._refuse_overlapping()
+        plain = all(schedule.synchronous for schedule in self._schedules)
+        checks.refuse_overlapping(
+            self._cut,
+            # There all stages can write the one memory, as plain training does.
+            in_turn=plain and self._processes is None and self._streams is None,
+            copied=len(self._here) > 1,
+        )
         # Replica 0 is the user's own model; the others of this process are copies of it.
         cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
         self._models = [cut.model for cut in cuts]
@@ -857,28 +862,6 @@ class Trainer:
                 " of x. The batch was not started."
             )
         return shards
-
-    def _refuse_overlapping(self) -> None:
-        """Of the whole model, so that all processes refuse alike; a stage looks at its own."""
-        at = {id(p): stage for stage, m in enumerate(self._cut.modules()) for p in m.parameters()}
-        parameters = dict(self.model.named_parameters())
-        plain = all(schedule.synchronous for schedule in self._schedules)
-        # There stages take turns, and all can write the one memory, as plain training does.
-        in_turn = plain and self._processes is None and self._streams is None
-        for names in overlapping(parameters.items()):
-            stages = [at[id(parameters[n])] for n in names if id(parameters[n]) in at]
-            if len(set(stages)) > 1 and not in_turn:
-                why = f"stages {' and '.join(map(str, stages))} update their own weights"
-            elif len(self._here) > 1:
-                why = "replicas are copies, in which each has memory of its own"
-            else:
-                continue
-            raise ConfigurationError(
-                f"{names[0]!r} and {names[1]!r} are two parameters in the same memory, and {why},"
-                " so that an update of one would no longer reach the other. Give each its own:"
-                " nn.Parameter(view.clone()). If they are to be one weight, assign one nn.Parameter"
-                " to both modules, and cut so that both fall into one stage."
-            )
 
     def _refuse_thawed(self) -> None:
         """Of the whole model, so that all processes refuse alike."""

@@ -7,7 +7,6 @@ every other answer, help included, is there at once.
 import json
 import math
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from shutil import get_terminal_size
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +44,7 @@ from offbeat.cli.options import (
     read_count,
     read_method,
 )
+from offbeat.cli.study import DEFAULT_METHODS, read_study, table_of
 from offbeat.cli.train import (
     BoardOption,
     ConfigOption,
@@ -57,15 +57,11 @@ from offbeat.cli.train import (
     with_experiment_flags,
 )
 from offbeat.errors import ConfigurationError, MissingExtra, OffbeatError
-from offbeat.experiment import Experiment
 from offbeat.ledger import Ledger
 from offbeat.methods import METHODS, Method
 from offbeat.runs import CHECKPOINTS, CONFIG, LEDGER, Run
 from offbeat.timeline import Timeline, measured_timeline
 from offbeat.timeline import timeline as timeline_of
-
-if TYPE_CHECKING:
-    from offbeat.study import Cell
 
 app = typer.Typer(
     add_completion=False,
@@ -314,10 +310,6 @@ def train(
         sys.exit(130)
 
 
-_METHODS = "stale-weights dsp adl:accumulate=4 pipedream"
-"""Of a study for which none are given."""
-
-
 @app.command()
 @with_experiment_flags
 def study(
@@ -326,7 +318,7 @@ def study(
         typer.Option(
             metavar="NAMES",
             help="Methods, separated by spaces, with corrections behind a +, as in"
-            f" 'pipedream pipedream+spike-compensation' [{_METHODS}].",
+            f" 'pipedream pipedream+spike-compensation' [{DEFAULT_METHODS}].",
         ),
     ] = None,
     stage_counts: Annotated[
@@ -346,55 +338,16 @@ def study(
             " start it without torchrun."
         )
     own = {"methods": methods, "stage_counts": stage_counts, "seeds": seeds}
-    given = given_settings(config, flags | own)
-    names = _listed(given.pop("methods", _METHODS))
-    counts = _listed(given.pop("stage_counts", "2 4"), also=",")
-    repeats = read_count("--seeds", str(given.pop("seeds", 3)))
-    for name, option in _VARIED.items():
-        if name in given:
-            source = f"--{name}" if flags.get(name) is not None else f"{name} in {config}"
-            raise ConfigurationError(
-                f"{source} is for one run, and a study makes several: leave it out and give"
-                f" {option}."
-            )
-    experiment = Experiment.read(given, "" if config is None else f" in {config}")
+    asked = read_study(config, flags, own)
+    experiment = asked.base
     folder = Path(out or f"studies/{experiment.model.name}-{experiment.data.name}")
-    stages = [read_count("--stage-counts", text, most=MOST_STAGES) for text in counts]
-    for option, value, found in (
-        ("--methods", "'dsp pipedream'", names),
-        ("--stage-counts", "2,4", counts),
-    ):
-        if not found:
-            raise ConfigurationError(f"{option}: give at least one, as in {option} {value}.")
-    planned = plan(experiment, names, stages, repeats)
+    planned = plan(experiment, asked.methods, asked.stages, asked.seeds)
     runs = run_study(planned, folder, typer.echo)
     if not runs:
         sys.exit(130)
     cells = cells_of(runs)
     percent = runs[0].summary["accuracy"] is not None
-    _print_columns(
-        [
-            [
-                "method",
-                "stages",
-                "lag",
-                "accuracy, %" if percent else "loss",
-                "std of seeds",
-                "gap to BP",
-            ],
-            *(
-                [
-                    cell.method,
-                    str(cell.stages),
-                    " ".join(map(str, cell.lags)),
-                    f"{cell.mean * 100:.2f}" if percent else f"{-cell.mean:.4f}",
-                    _spread(cell, percent),
-                    f"{cell.gap * 100:+.2f}" if percent else f"{0 - cell.gap:+.4f}",
-                ]
-                for cell in cells
-            ),
-        ]
-    )
+    _print_columns(table_of(cells, percent))
     try:
         from offbeat.report import draw_study
 
@@ -405,29 +358,6 @@ def study(
         typer.echo(f"\nno picture: {error}", err=True)
     if len(runs) < len(planned):  # interrupted
         sys.exit(130)
-
-
-def _listed(value: Any, also: str = " ") -> list[str]:
-    """The parts of a text, or of a list of a TOML file; no blanks around the plus of one."""
-    texts = value if isinstance(value, list) else [value]
-    joined = (re.sub(r"\s*\+\s*", "+", str(text)).replace(also, " ") for text in texts)
-    return [part for text in joined for part in text.split()]
-
-
-_VARIED = {
-    "method": "--methods",
-    "seed": "--seeds",
-    "stages": "--stage-counts",
-    "cuts": "--stage-counts",
-    "ppv": "--stage-counts",
-}
-"""Settings of one run, and what a study has in their place."""
-
-
-def _spread(cell: "Cell", percent: bool) -> str:
-    if len(cell.scores) == 1:
-        return "-"
-    return f"{cell.spread * 100:.2f}" if percent else f"{cell.spread:.4f}"
 
 
 @app.command()

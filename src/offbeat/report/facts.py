@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from offbeat.errors import ConfigurationError
+from offbeat.experiment import Choice
 from offbeat.ledger import Ledger
 from offbeat.readings import Readings
 from offbeat.report.actions import lags_of
@@ -86,14 +87,13 @@ class Facts:
 
     @property
     def method_in_full(self) -> str | None:
-        """With its settings and corrections, as a study spells them."""
+        """With its settings and corrections, as "auto" prints them."""
         chosen = [self._asked.get("method"), *listing(self._asked.get("correction"))]
-        spelled = []
-        for value in chosen:
-            name, settings = name_of(value), mapping(mapping(value).get("settings"))
-            if name is not None:
-                listed = ",".join(f"{key}={setting}" for key, setting in settings.items())
-                spelled.append(f"{name}:{listed}" if listed else name)
+        spelled = [
+            str(Choice(name, mapping(mapping(value).get("settings"))))
+            for value in chosen
+            if (name := name_of(value)) is not None
+        ]
         return " + ".join(spelled) or None
 
     @property
