@@ -51,6 +51,8 @@ LAYERS: list[set[str]] = [
     },
     {
         "cut",
+        "comparing",
+        "trial",
         "assembly",
         "trainer",
         "checks",

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from offbeat.cut import outputs_of
 from offbeat.errors import ConfigurationError
 from offbeat.graphs import GraphStage
 from offbeat.heads import default_head
@@ -17,6 +16,7 @@ from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, attach_optimizers
 from offbeat.rng import seed_for, seeded
 from offbeat.stage import Loss, Stage
+from offbeat.trial import outputs_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,12 @@
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
 from itertools import pairwise
-from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -20,19 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from offbeat import nest, trunk
-from offbeat.buffers import WrittenBuffers
-from offbeat.errors import ConfigurationError, OffbeatError, unknown
+from offbeat.comparing import compare_with_whole, loan_for, worded
+from offbeat.errors import ConfigurationError, unknown
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 from offbeat.partition import balanced_cuts
-from offbeat.rng import seeded
+from offbeat.trial import outputs_of, untouched
 
 Model = nn.Module | Sequence[nn.Module]
 Cuts = Sequence[int] | Sequence[str]
 Balancing = Callable[[Sequence[nn.Module], Nest, int], list[int]]
 """Where stages begin, for layers, a batch and a number of stages."""
-Loan = Callable[[], AbstractContextManager[None]]
-"""Lends a model random weights, or nothing where it does not run on them."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +62,16 @@ class Cut:
         return replace(self, places=tuple(balancing(layers, batch, self.stages)))
 
     def _through_trunk(self, batch: Nest, name: str, balancing: Balancing) -> "Cut":
-        lent = _random_weights(self.model, batch)
+        lent = loan_for(self.model, batch)
         with lent(), untouched([self.model]):
             anatomy = trunk.look_at(self.model, name, batch)
         places = self.places
         if places is None:
             parts = trunk.parts_of(self.model, anatomy)
-            with _worded(self.model, name):
+            with worded(self.model, name):
                 places = tuple(balancing(parts, batch, self.stages))
         stages = trunk.stages_of(self.model, anatomy, places)
-        _check_against_whole(self.model, stages, batch, name, lent)
-        _refuse_shared_buffers(self.model, stages, batch)
+        compare_with_whole(self.model, stages, batch, name, lent)
         cut = replace(self, places=places, given=tuple(stages))
         _refuse_shared_parameters(cut)
         return cut
@@ -90,10 +83,9 @@ class Cut:
             known = traced.candidates(self.model)
             costs = _costs_from(self.model, known, batch)
             paths = tuple(known[place] for place in balanced_cuts(costs, self.stages))
-        lent = _random_weights(self.model, batch)
+        lent = loan_for(self.model, batch)
         stages = traced.traced_stages(self.model, paths, batch)
-        _check_against_whole(self.model, stages, batch, ", ".join(paths), lent)
-        _refuse_shared_buffers(self.model, stages, batch)
+        compare_with_whole(self.model, stages, batch, ", ".join(paths), lent)
         cut = replace(self, places=(), given=tuple(stages), paths=paths)
         _refuse_shared_parameters(cut)
         return cut
@@ -292,154 +284,6 @@ def _costs_from(model: nn.Module, paths: Sequence[str], batch: Nest) -> list[flo
     return [max(0.0, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _check_against_whole(
-    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, lent: Loan
-) -> None:
-    """Refuses stages that do not compute what the whole model does."""
-    _refuse_other_outputs(model, stages, batch, name)
-    with lent():  # zeros at the start hide what is used
-        _refuse_other_outputs(model, stages, batch, name)
-        _refuse_other_gradients(model, stages, batch, name)
-
-
-def _refuse_other_outputs(
-    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
-) -> None:
-    for training in (True, False):
-        with _mode(model, training):
-            wanted = outputs_of([trunk.Whole(model)], batch)[-1]
-            with _worded(model, name):
-                found = outputs_of(stages, batch)[-1]
-        if not trunk.same_values(found, wanted):
-            raise ConfigurationError(
-                f"cut at {name}, this {type(model).__name__} computes something else than in one"
-                f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
-            )
-
-
-def _refuse_other_gradients(
-    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
-) -> None:
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    try:
-        with _mode(model, training=True):
-            whole, cut = (_gradients(m, batch, trained) for m in ([trunk.Whole(model)], stages))
-    except Exception:  # reentrant checkpoints cannot be asked, and memory may not suffice for it
-        return
-    other = _other_gradient(whole, cut)
-    if other is not None:
-        raise ConfigurationError(
-            f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"
-            f" gradient than in one piece: {_UNSEEN}"
-        )
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    with trunk.modes_kept(model):
-        trunk.set_mode(model, training=training)
-        yield
-
-
-@contextmanager
-def _worded(model: nn.Module, name: str) -> Iterator[None]:
-    """Gives words to whatever the pieces of a model raise and the whole does not."""
-    try:
-        yield
-    except OffbeatError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"cut at {name}, this {type(model).__name__} fails where it does not in one piece"
-            f" ({type(error).__name__}: {error}). Pass a list of modules, one per stage."
-        ) from error
-
-
-_UNSEEN = (
-    "a later part uses something of an earlier one that cannot be seen from outside. Pass a list of"
-    " modules, one per stage."
-)
-
-
-def _random_weights(model: nn.Module, batch: Nest) -> Loan:
-    """Lends random weights to a model that runs on them; to another nothing."""
-    whole = [trunk.Whole(model)]
-    outputs_of(whole, batch)  # what begins with the first batch begins at the model's own weights
-    try:
-        with trunk.random_weights(model):
-            for training in (True, False):
-                with _mode(model, training):
-                    outputs_of(whole, batch)
-    except Exception:  # whatever a model may ask of its weights
-        return nullcontext
-    return partial(trunk.random_weights, model)
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """What is kept of a gradient to compare it: all of them, twice, would take much memory."""
-
-    norm: float
-    projection: float
-    """On a random direction: it differs where gradients of one norm do."""
-    rounding: float
-
-
-_NO_GRADIENT = _Gradient(0.0, 0.0, 0.0)
-
-
-def _gradients(
-    modules: Sequence[nn.Module], batch: Nest, trained: dict[str, nn.Parameter]
-) -> dict[str, _Gradient]:
-    """The gradient of some function of all outputs, by name; none where it is not connected."""
-    value = nest.replace(batch, lambda t: t.clone())
-    with untouched(modules), torch.enable_grad():
-        for module in modules:
-            value = module(value)
-        outputs = [tensor for tensor in nest.tensors(value) if tensor.requires_grad]
-        if not outputs or not trained:
-            return {}
-        found = torch.autograd.grad(
-            outputs,
-            list(trained.values()),
-            # Unlike for each element, since the sum of a normalised output says nothing.
-            [torch.linspace(1, 2, t.numel()).to(t).view(t.shape) for t in outputs],
-            allow_unused=True,
-        )
-    return {
-        name: _summary(gradient.to_dense(), seed)
-        for seed, (name, gradient) in enumerate(zip(trained, found, strict=True))
-        if gradient is not None
-    }
-
-
-def _summary(gradient: Tensor, seed: int) -> _Gradient:
-    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    wide = torch.promote_types(values.dtype, torch.float32)
-    generator = torch.Generator(values.device).manual_seed(seed)
-    direction = torch.empty(values.shape, dtype=wide, device=values.device)
-    direction.uniform_(-1, 1, generator=generator)
-    return _Gradient(
-        norm=float(torch.linalg.vector_norm(values, dtype=wide)),
-        projection=float(direction.mul_(values).sum()),
-        rounding=torch.finfo(values.dtype).eps,
-    )
-
-
-def _other_gradient(whole: dict[str, _Gradient], cut: dict[str, _Gradient]) -> str | None:
-    """The first parameter whose gradients differ by more than the order of additions explains."""
-    norms = [gradient.norm for gradient in whole.values()]
-    largest = max(filter(isfinite, norms), default=0.0)
-    for name in {**whole, **cut}:
-        one, other = whole.get(name, _NO_GRADIENT), cut.get(name, _NO_GRADIENT)
-        rounding = max(one.rounding, other.rounding)
-        allowed = rounding**0.5 * one.norm + 100 * rounding * largest
-        apart = max(abs(one.norm - other.norm), abs(one.projection - other.projection))
-        if isfinite(one.norm) and not apart <= allowed:
-            return name
-    return None
-
-
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers of an nn.Sequential as it runs them: children() would drop repeated ones."""
     return [(name, module) for name, module in model._modules.items() if module is not None]
@@ -504,30 +348,6 @@ def _refuse_shared_parameters(cut: Cut) -> None:
             owner[id(tensor)] = (part, name)
 
 
-def _refuse_shared_buffers(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> None:
-    """What a forward of training writes belongs to one stage; what it reads, to any number."""
-    holders: dict[int, list[int]] = {}
-    for stage, module in enumerate(stages):
-        for buffer in module.buffers():
-            holders.setdefault(id(buffer), []).append(stage)
-    shared = {n: b for n, b in model.named_buffers() if len(holders.get(id(b), ())) > 1}
-    if not shared:
-        return
-    with untouched([model]), _mode(model, training=True):
-        before = {name: buffer.clone() for name, buffer in shared.items()}
-        trunk.call(model, nest.replace(batch, lambda t: t.clone()))
-        for name, buffer in shared.items():
-            if model.get_buffer(name) is buffer and trunk.same_values(buffer, before[name]):
-                continue
-            *others, last = holders[id(buffer)]
-            raise ConfigurationError(
-                f"buffer {name!r} of this {type(model).__name__} is written in training and lies in"
-                f" stages {', '.join(map(str, others))} and {last}: stages write their own, so what"
-                " one writes the others do not see. Give each stage a buffer of its own, or cut so"
-                " that all its uses fall into one stage."
-            )
-
-
 def _statistics(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What BatchNorm and its like write in every forward of training."""
     for path, part in module.named_modules():
@@ -536,33 +356,7 @@ def _statistics(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.running_mean".lstrip("."), mean
 
 
-# ------------------------------------------------------------------------- looking without touching
-
-
-@contextmanager
-def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Runs modules and leaves their buffers and every generator as they were."""
-    device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
-    with (
-        torch.no_grad(),
-        seeded(0, device),
-        WrittenBuffers(modules).restored(),
-        warnings.catch_warnings(),
-    ):
-        # Training will say it again; that gradients will be None is true of these runs alone.
-        warnings.simplefilter("ignore")
-        yield
-
-
-def outputs_of(modules: Sequence[nn.Module], batch: Nest) -> list[Nest]:
-    """What each module returns when they run one after the other."""
-    outputs = []
-    value = nest.replace(batch, lambda t: t.clone())
-    with untouched(modules):
-        for module in modules:
-            value = module(value)
-            outputs.append(nest.replace(value, lambda t: t.clone()))
-    return outputs
+# ------------------------------------------------------------------------- counting
 
 
 def counted_cuts(modules: Sequence[nn.Module], batch: Nest, stages: int) -> list[int]:

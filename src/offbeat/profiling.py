@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.cut import operation_counts, untouched
+from offbeat.cut import operation_counts
 from offbeat.lanes import Lane, NotRecordable
 from offbeat.nest import Nest
 from offbeat.partition import balanced_cuts
 from offbeat.stage import precision
+from offbeat.trial import untouched
 
 _REPEATS = 9
 _TRIES = 6

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from offbeat import nest
 from offbeat.errors import ConfigurationError
@@ -361,35 +360,6 @@ def set_mode(model: nn.Module, *, training: bool) -> None:
     # train() recurses: in a model that is in training already it would wake frozen BatchNorms.
     if not (training and model.training):
         model.train(training)
-
-
-@contextmanager
-def random_weights(model: nn.Module) -> Iterator[None]:
-    """Lends a model weights of which none is zero or like another, and puts its own back.
-
-    What a model computes at its own may hide what it is: a head that begins at zero makes all that
-    comes before look unused. Signs and sizes stay, so that what runs on its own weights runs on
-    these; the generators of others are left alone.
-    """
-    # Kept on the host: the device may have no room for the weights twice.
-    own = [
-        (p.data, p.detach().to("cpu", copy=True))
-        for p in model.parameters()
-        if not is_lazy(p) and (p.is_floating_point() or p.is_complex())
-    ]
-    try:
-        for number, (values, _) in enumerate(own):
-            generator = torch.Generator(values.device).manual_seed(number)
-            noise = torch.empty(values.shape, device=values.device)
-            noise.uniform_(-1, 1, generator=generator)
-            inputs = values[0].numel() if values.dim() > 1 and len(values) else 1
-            small = 0.2 * max(1, inputs) ** -0.5  # so that deep models do not overflow
-            # Through .data: to graphs of the caller's this is no change.
-            values.copy_(torch.where(values == 0, small * noise, values * (1 + noise / 2)))
-        yield
-    finally:
-        for values, kept in own:
-            values.copy_(kept)
 
 
 @contextmanager
