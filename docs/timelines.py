@@ -6,9 +6,9 @@ python docs/timelines.py --out docs/timelines.png
 import argparse
 from pathlib import Path
 
+from offbeat.app.report import draw_timelines
 from offbeat.methods import DSP, GPipe, Method, StaleWeights, Synchronous
-from offbeat.report import draw_timelines
-from offbeat.timeline import timeline
+from offbeat.schedules.timeline import timeline
 
 STAGES = 4
 METHODS: dict[str, Method] = {

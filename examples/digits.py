@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from offbeat import ADL, DSP, Phases, PipeDream, StaleWeights, Synchronous, Trainer
+from offbeat.app.report import draw_curves, draw_timelines, in_turn
 from offbeat.methods import Method
-from offbeat.report import draw_curves, draw_timelines, in_turn
-from offbeat.timeline import Timeline, timeline
+from offbeat.schedules.timeline import Timeline, timeline
 from offbeat.zoo import batches, digits, digits_cnn
 
 STAGES = 4

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import offbeat
 from helpers import Batch, cnn, image_batches, trainer_for, vector_batches
 from jobs import dropout_net
-from offbeat import tensorfile
 from offbeat.averaging import (
     CO2,
     AllReduce,
@@ -28,7 +27,7 @@ from offbeat.averaging import (
     PostLocalSGD,
     StreamingDiLoCo,
 )
-from offbeat.checks import check_corrections_fit
+from offbeat.checkpoints import tensorfile
 from offbeat.corrections import (
     CORRECTIONS,
     ClipPerStage,
@@ -38,6 +37,7 @@ from offbeat.corrections import (
     RateByLag,
     SpikeCompensation,
 )
+from offbeat.engines.checks import check_corrections_fit
 from offbeat.errors import ConfigurationError, OffbeatError, StoppedError
 from offbeat.methods import (
     ADL,

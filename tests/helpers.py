@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import offbeat
 from offbeat.methods import Method
-from offbeat.planning import Auto
+from offbeat.methods.auto import Auto
 
 Batch = tuple[Tensor, Tensor]
 Factory = Callable[[Any], Optimizer]

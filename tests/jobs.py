@@ -410,8 +410,8 @@ def send_a_damaged_message() -> None:
     import os
     from unittest import mock
 
-    from offbeat.processes import edges
-    from offbeat.processes.wire import Parcel
+    from offbeat.transport import gloo as edges
+    from offbeat.transport.wire import Parcel
 
     network, batches = job_of("cnn")
     trainer = trainer_for(network, stages=2, timeout=50.0)
@@ -485,8 +485,8 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
     import threading
     import time
 
-    from offbeat.checks import checksum_of
-    from offbeat.processes.joining import return_number
+    from offbeat.elastic.door import return_number
+    from offbeat.engines.checks import checksum_of
 
     said: list[str] = []
     handler = logging.Handler()

@@ -29,7 +29,7 @@ from torch import nn
 
 import offbeat
 from offbeat.averaging import LocalSGD
-from offbeat.processes import Processes
+from offbeat.engines.processes import Processes
 
 PHASES = ("start", "joining", "groups", "agreeing", "training", "evaluation", "saving")
 _NOBODY_LIVES_LONGER_S = 120

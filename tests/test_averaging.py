@@ -33,14 +33,14 @@ from offbeat.averaging import (
     averaging_named,
     rows,
 )
-from offbeat.averaging import engine as averaging_engine
+from offbeat.averaging import averager as averaging_engine
+from offbeat.averaging.averager import Averager, Task
 from offbeat.averaging.compression import Int8, codec_for
-from offbeat.averaging.engine import Averager, Task
 from offbeat.averaging.moments import Moments
 from offbeat.averaging.outer import EagerStep, LateStep, Mean, Step
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import ADL, DSP, GPipe, Method, PipeDream, StaleWeights, Synchronous
-from offbeat.stage import Stage
+from offbeat.stages.stage import Stage
 
 REPLICAS, ROWS, STEPS, LR = 3, 4, 23, 0.1
 Batch = tuple[Tensor, Tensor]

@@ -36,9 +36,8 @@ from checkpoint_jobs import (
     unpunctual,
 )
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
-from offbeat import tensorfile
 from offbeat.averaging import Averaging, DaSGD
-from offbeat.checkpoints import Resumed
+from offbeat.checkpoints import Resumed, tensorfile
 from offbeat.checkpoints.folder import MANIFEST
 from offbeat.corrections import (
     CORRECTIONS,
@@ -48,6 +47,7 @@ from offbeat.corrections import (
     RateByLag,
     SpikeCompensation,
 )
+from offbeat.engines.launcher import launch
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.methods import (
     ADL,
@@ -61,7 +61,6 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
-from offbeat.processes import launch
 from offbeat.zoo import data_named
 from offbeat.zoo.gpt import gpt
 

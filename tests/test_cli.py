@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from offbeat.cli import main
+from offbeat.app.cli import main
 from offbeat.methods import METHODS, Method, method_named
-from offbeat.schedule import Schedule
-from offbeat.table import Table, parse_actions
+from offbeat.schedules.schedule import Schedule
+from offbeat.schedules.table import Table, parse_actions
 
 Run = Callable[[str], tuple[int, str, str]]
 Answer = Callable[[str], Any]
@@ -330,7 +330,7 @@ def test_a_misspelt_command_line_points_to_the_help(run: Run, line: str, words: 
 )
 def test_no_command_imports_torch(line: str) -> None:
     code = (
-        "import sys\nfrom offbeat.cli import main\n"
+        "import sys\nfrom offbeat.app.cli import main\n"
         f"try: main({line.split()!r})\nexcept SystemExit as left: assert not left.code\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"

@@ -31,9 +31,12 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
+from offbeat.app.cli import main
+from offbeat.app.cli.train import read_experiment
+from offbeat.app.experiment import Choice, Experiment
+from offbeat.app.runs import Run
+from offbeat.app.training import corrections_of
 from offbeat.averaging import AllReduce, DaSGD, LocalSGD
-from offbeat.cli import main
-from offbeat.cli.train import read_experiment
 from offbeat.corrections import (
     CORRECTIONS,
     ClipPerStage,
@@ -57,8 +60,8 @@ from offbeat.corrections.groups import Group, groups_of
 from offbeat.corrections.predict import Prediction
 from offbeat.corrections.rewind import Rewinding
 from offbeat.corrections.seen import ReadWeights
+from offbeat.engines.worker import shuffled
 from offbeat.errors import ConfigurationError
-from offbeat.experiment import Choice, Experiment
 from offbeat.methods import (
     ADL,
     DGL,
@@ -74,10 +77,7 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.methods.base import Rule
-from offbeat.runs import Run
-from offbeat.stage import Stage
-from offbeat.training import corrections_of
-from offbeat.worker import shuffled
+from offbeat.stages.stage import Stage
 
 ZERO_LAG = [DSP(lag=(0, 0, 0), backward=rule) for rule in RULES]
 

@@ -20,12 +20,13 @@ import torch
 import oracles
 import test_oracles
 from helpers import OPTIMIZERS, assert_same_bits
-from offbeat import cli, methods
+from offbeat import methods
+from offbeat.app import cli
 from offbeat.averaging import AVERAGINGS
 from offbeat.methods import METHODS, Method
-from offbeat.schedule import Schedule
-from offbeat.table import Table
-from offbeat.timeline import Costs, timeline
+from offbeat.schedules.schedule import Schedule
+from offbeat.schedules.table import Table
+from offbeat.schedules.timeline import Costs, timeline
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

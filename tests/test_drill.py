@@ -16,7 +16,7 @@ import torch
 
 from drill_job import FAULTS, make_plans
 from helpers import assert_same_bits
-from offbeat.runs import Run
+from offbeat.app.runs import Run
 from test_kills import children_of, environment
 
 EPOCHS = 3

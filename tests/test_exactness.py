@@ -21,6 +21,7 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
+from offbeat.engines.worker import shuffled
 from offbeat.methods import (
     ADL,
     DDG,
@@ -35,7 +36,6 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
-from offbeat.worker import shuffled
 
 CUTS: dict[int, list[int]] = {1: [], 2: [5], 3: [2, 5], 4: [2, 4, 7]}
 

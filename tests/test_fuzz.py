@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 
 import offbeat
 from helpers import mlp, trainer_for, vector_batches
-from offbeat import cli
+from offbeat.app import cli
+from offbeat.app.experiment import Experiment
+from offbeat.app.runs import Run
 from offbeat.averaging import AVERAGINGS
 from offbeat.errors import OffbeatError
-from offbeat.experiment import Experiment
 from offbeat.guards import Guards
-from offbeat.ledger import Ledger
 from offbeat.methods import METHODS
-from offbeat.runs import Run
-from offbeat.schedule import Schedule
-from offbeat.table import Table
-from offbeat.timeline import measured_timeline
+from offbeat.records.ledger import Ledger
+from offbeat.schedules.schedule import Schedule
+from offbeat.schedules.table import Table
+from offbeat.schedules.timeline import measured_timeline
 
 LONGER = int(os.environ.get("OFFBEAT_FUZZ", "1"))
 
@@ -410,7 +410,7 @@ def test_a_damaged_ledger_is_refused_or_drawn(
 def test_a_damaged_run_is_refused_or_reported(
     sound_run: Path, tmp_path_factory: pytest.TempPathFactory, name: str, how: Any
 ) -> None:
-    from offbeat.report.page import page
+    from offbeat.app.report.page import page
 
     folder = tmp_path_factory.mktemp("damaged")
     for file in sound_run.iterdir():

@@ -27,14 +27,15 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from offbeat import Guards, StaleWeights, Synchronous, cli
+from offbeat import Guards, StaleWeights, Synchronous
+from offbeat.app import cli
+from offbeat.app.runs import Run
+from offbeat.app.training import guarded as summed_up
 from offbeat.averaging import AllReduce, LocalSGD
 from offbeat.errors import ConfigurationError, GuardError
 from offbeat.guards import Guard, Update, Updates
 from offbeat.methods import ADL, DGL, Method
-from offbeat.runs import Run
-from offbeat.stage import Stage
-from offbeat.training import guarded as summed_up
+from offbeat.stages.stage import Stage
 
 
 def spoil(parameter: Any, at: int, value: float = math.nan) -> None:
@@ -263,7 +264,7 @@ def test_a_second_roll_back_trusts_no_copy_that_a_first_one_followed() -> None:
 @pytest.mark.parametrize("backward", ["stash", "current", "recompute"])
 def test_roll_back_leaves_what_is_in_flight_its_weights(backward: Any) -> None:
     """Gradients of older forwards are met after it: any order between stages gives one result."""
-    from offbeat.worker import shuffled
+    from offbeat.engines.worker import shuffled
 
     found = []
     for seed in range(4):

@@ -23,10 +23,10 @@ import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, vector_batches
 from offbeat.averaging import LocalSGD
+from offbeat.elastic import door as joining
+from offbeat.elastic.door import Admission, Door, Link, returns_of
+from offbeat.elastic.survivors import Survivors
 from offbeat.errors import ConfigurationError, WorkerLost
-from offbeat.processes import joining
-from offbeat.processes.joining import Admission, Door, Link, returns_of
-from offbeat.processes.survivors import Survivors
 from offbeat.rng import seed_for
 from test_survivors import Network, left_behind
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from helpers import mlp, trained, vector_batches
-from offbeat.cli import main
+from offbeat.app.cli import main
 from offbeat.errors import ConfigurationError
-from offbeat.ledger import Entry, Ledger
 from offbeat.methods import StaleWeights
-from offbeat.timeline import measured_timeline
+from offbeat.records.ledger import Entry, Ledger
+from offbeat.schedules.timeline import measured_timeline
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import jobs
 import offbeat
 from helpers import assert_same_bits, cnn, image_batches, mlp, trained, trainer_for, vector_batches
-from offbeat.cli import main
+from offbeat.app.cli import main
 from offbeat.corrections import Monitor, Predict, SpikeCompensation
 from offbeat.errors import ConfigurationError
 from offbeat.methods import ADL, DGL, Method, PipeDream, StaleWeights, Synchronous
-from offbeat.readings import Readings
+from offbeat.records.readings import Readings
 
 WATCHED: dict[str, Any] = {"monitor": Monitor(every=1, probe=True)}
 

@@ -15,11 +15,11 @@ import torch
 
 import oracles
 from helpers import OPTIMIZERS, assert_same_bits, cnn, image_batches, plain_loop, trained
-from offbeat import buffers, stage, versions
 from offbeat.errors import OffbeatError
 from offbeat.methods import ADL, DSP, FDG, PipeDream2BW, Synchronous
 from offbeat.methods.base import Method
-from offbeat.schedule import Schedule
+from offbeat.schedules.schedule import Schedule
+from offbeat.stages import buffers, stage, versions
 from test_oracles import CASES, Case, compare
 
 SGD = OPTIMIZERS["sgd"]

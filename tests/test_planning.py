@@ -12,7 +12,9 @@ from torch import nn
 
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
-from offbeat.cli import main
+from offbeat.app.cli import main
+from offbeat.app.report.facts import Facts
+from offbeat.app.runs import Run
 from offbeat.corrections import ClipPerStage, Predict, SpikeCompensation
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import (
@@ -26,11 +28,9 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
+from offbeat.methods.auto import Auto, least_depths, plan_for
 from offbeat.optimizers import kind_of
-from offbeat.planning import Auto, least_depths, plan_for
-from offbeat.report.facts import Facts
-from offbeat.runs import Run
-from offbeat.timeline import Costs, timeline
+from offbeat.schedules.timeline import Costs, timeline
 
 LAGGING = [m for m in METHODS if issubclass(m, Asynchronous) and m is not DGL]
 

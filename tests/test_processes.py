@@ -17,6 +17,7 @@ import torch
 import jobs
 import offbeat
 from helpers import assert_same_bits, trainer_for
+from offbeat.engines.processes import describe
 from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLost
 from offbeat.faults import Faults
 from offbeat.methods import (
@@ -31,9 +32,8 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.nest import tensors
-from offbeat.processes.row import describe
-from offbeat.processes.wire import Arrival, pack
-from offbeat.transport import Key
+from offbeat.transport.base import Key
+from offbeat.transport.wire import Arrival, pack
 
 ALL: list[Method] = [method() for method in METHODS]
 HYBRID = Phases((StaleWeights(), 3), (Synchronous(), None))

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import offbeat
 from helpers import assert_same_bits, cnn, image_batches, trainer_for
-from offbeat import profiling
-from offbeat.checks import check_balance
-from offbeat.cut import plan_cut
+from offbeat.cutting import timing as profiling
+from offbeat.cutting.cut import plan_cut
+from offbeat.cutting.timing import measured_cuts
+from offbeat.engines.checks import check_balance
 from offbeat.errors import ConfigurationError
-from offbeat.profiling import measured_cuts
 
 
 class Slow(nn.Module):

@@ -20,15 +20,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from offbeat.app.report import draw_curves, draw_timelines, in_turn, page, write_report
+from offbeat.app.report.actions import lags_of, measured, planned, planned_entries
+from offbeat.app.report.facts import MOST_POINTS, facts_of
+from offbeat.app.report.plots import figures_of
+from offbeat.app.runs import CONFIG, LEDGER, SUMMARY, Run, RunWriter
 from offbeat.errors import ConfigurationError, MissingExtra, OffbeatError
-from offbeat.ledger import Ledger
 from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, Synchronous, method_named
-from offbeat.report import draw_curves, draw_timelines, in_turn, page, write_report
-from offbeat.report.actions import lags_of, measured, planned, planned_entries
-from offbeat.report.facts import MOST_POINTS, facts_of
-from offbeat.report.plots import figures_of
-from offbeat.runs import CONFIG, LEDGER, SUMMARY, Run, RunWriter
-from offbeat.timeline import Timeline, timeline
+from offbeat.records.ledger import Ledger
+from offbeat.schedules.timeline import Timeline, timeline
 
 METHODS: dict[str, Method] = {
     "BP": Synchronous(),
@@ -141,9 +141,9 @@ def test_missing_matplotlib_is_answered_with_what_to_install(
 def test_drawing_never_imports_pyplot_and_importing_never_matplotlib() -> None:
     program = """
 import io, sys
-from offbeat.report import draw_curves, draw_timelines
+from offbeat.app.report import draw_curves, draw_timelines
 from offbeat.methods import Synchronous
-from offbeat.timeline import timeline
+from offbeat.schedules.timeline import timeline
 assert "matplotlib" not in sys.modules
 draw_curves({"BP": [(1, 0.5)]}).savefig(io.BytesIO(), format="png")
 draw_timelines({"BP": timeline(Synchronous(), 2)}).savefig(io.BytesIO(), format="png")

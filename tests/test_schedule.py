@@ -9,9 +9,9 @@ import pytest
 import oracles
 from offbeat.errors import Deadlock, ScheduleError
 from offbeat.methods import ADL, DSP, METHODS, GPipe, Method, OneFOneB, StaleWeights
-from offbeat.schedule import Schedule
-from offbeat.table import Action, Table
-from offbeat.timeline import Costs, timeline
+from offbeat.schedules.schedule import Schedule
+from offbeat.schedules.table import Action, Table
+from offbeat.schedules.timeline import Costs, timeline
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = [method() for method in METHODS]

@@ -15,9 +15,9 @@ import torch
 import jobs
 import offbeat
 from offbeat.errors import WorkerLost
-from offbeat.processes.shared import Window
-from offbeat.processes.wire import Arrival, pack
-from offbeat.transport import Key
+from offbeat.transport.base import Key
+from offbeat.transport.shared import Window
+from offbeat.transport.wire import Arrival, pack
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(offbeat.__file__).parent

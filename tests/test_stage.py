@@ -43,7 +43,7 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
-from offbeat.versions import overlapping
+from offbeat.stages.versions import overlapping
 
 
 class Lambda(nn.Module):

@@ -31,8 +31,10 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from offbeat import checks, lanes, nest, streams
+from offbeat import nest
 from offbeat import trainer as trainer_module
+from offbeat.app.experiment import Experiment
+from offbeat.app.training import optimizer_factory
 from offbeat.averaging import AllReduce
 from offbeat.corrections import (
     CORRECTIONS,
@@ -42,18 +44,18 @@ from offbeat.corrections import (
     RateByLag,
     SpikeCompensation,
 )
+from offbeat.engines import checks, streams
 from offbeat.errors import ConfigurationError, GuardError, StageError
-from offbeat.experiment import Experiment
-from offbeat.graphs import GraphStage
 from offbeat.guards import Guards
-from offbeat.lanes import NotRecordable
-from offbeat.ledger import Ledger
 from offbeat.methods import ADL, DSP, METHODS, Phases, PipeDream, StaleWeights, Synchronous
 from offbeat.optimizers import Muon
+from offbeat.records.ledger import Ledger
 from offbeat.rng import seeded
-from offbeat.training import optimizer_factory
+from offbeat.stages import lanes
+from offbeat.stages.gathered import counts_on_device
+from offbeat.stages.lanes import NotRecordable
+from offbeat.stages.recorded import GraphStage
 from offbeat.transport.memory import Memory
-from offbeat.updates import counts_on_device
 
 CPU = torch.device("cpu")
 real_check = checks.check_streams

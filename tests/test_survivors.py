@@ -22,12 +22,12 @@ import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trainer_for, vector_batches
 from offbeat.averaging import AllReduce, Averaging, DaSGD, EagerDiLoCo, LocalSGD
+from offbeat.elastic import survivors
+from offbeat.elastic.survivors import Survivors
 from offbeat.errors import ConfigurationError
-from offbeat.processes import survivors
-from offbeat.processes.survivors import Survivors
-from offbeat.processes.wire import Arrival
 from offbeat.rng import seed_for
-from offbeat.transport import Gathered, Key
+from offbeat.transport.base import Gathered, Key
+from offbeat.transport.wire import Arrival
 
 pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
 
@@ -36,7 +36,7 @@ def left_behind() -> list[str]:
     """Children of this process that still run."""
     command = ["ps", "-o", "args=", "--ppid", str(os.getpid())]
     listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return [line for line in listing.splitlines() if "offbeat.processes.child" in line]
+    return [line for line in listing.splitlines() if "offbeat.engines.child" in line]
 
 
 def survivors_of(

@@ -17,15 +17,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from offbeat import cli
-from offbeat.cli.live import Screen
-from offbeat.experiment import Choice, Experiment
-from offbeat.readings import Readings
-from offbeat.report.page import page
-from offbeat.runs import Run
-from offbeat.study import cells_of
+from offbeat.app import cli
+from offbeat.app.cli.live import Screen
+from offbeat.app.experiment import Choice, Experiment
+from offbeat.app.report.page import page
+from offbeat.app.runs import Run
+from offbeat.app.study import cells_of
+from offbeat.app.training import Progress, build, run_experiment, scheduler_factory
+from offbeat.records.readings import Readings
 from offbeat.trainer import Trainer
-from offbeat.training import Progress, build, run_experiment, scheduler_factory
 from offbeat.zoo import data_named
 
 SHORT = ["--epochs", "1", "--lr", "0.02"]
@@ -252,7 +252,7 @@ def test_no_setting_of_a_file_is_lost(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_rows_per_s_counts_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
-    monkeypatch.setattr("offbeat.training.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("offbeat.app.training.time.perf_counter", lambda: next(ticks))
     run = train(tmp_path / "run", "--batch-size", "1024")  # 1438 rows, in two batches
     assert run.summary["rows_per_s"] == 1438 / 2
 
@@ -572,7 +572,7 @@ def test_a_report_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    script = "import sys\nfrom offbeat.cli import main\ntry:\n main(['train', '--help'])\nexcept SystemExit:\n assert 'torch' not in sys.modules"  # noqa: E501
+    script = "import sys\nfrom offbeat.app.cli import main\ntry:\n main(['train', '--help'])\nexcept SystemExit:\n assert 'torch' not in sys.modules"  # noqa: E501
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 

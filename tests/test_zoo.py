@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.cut import operation_counts, plan_cut
+from offbeat.cutting.cut import operation_counts, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, OffbeatError
 from offbeat.zoo import (
     NETWORKS,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offbeat
-from offbeat.memory import Storages
 from offbeat.methods import Method
+from offbeat.stages.memory import Storages
 from offbeat.zoo import network
 
 BATCH = 128

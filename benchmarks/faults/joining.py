@@ -30,9 +30,9 @@ import offbeat  # noqa: E402
 from helpers import OPTIMIZERS, trainer_for, vector_batches  # noqa: E402
 from jobs import dropout_net  # noqa: E402
 from offbeat.averaging import AllReduce, Averaging, DaSGD, DiLoCo, LocalSGD  # noqa: E402
-from offbeat.checks import checksum_of  # noqa: E402
+from offbeat.elastic.door import return_number  # noqa: E402
+from offbeat.engines.checks import checksum_of  # noqa: E402
 from offbeat.errors import OffbeatError, WorkerLost  # noqa: E402
-from offbeat.processes.joining import return_number  # noqa: E402
 
 STEPS = 720
 _PAUSE_S = 0.01
@@ -135,7 +135,7 @@ def is_awaited(trainer: offbeat.Trainer, said: list[str]) -> bool:
 def left_behind() -> int:
     command = ["ps", "-o", "args=", "--ppid", str(os.getpid())]
     listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return listing.count("offbeat.processes.child")
+    return listing.count("offbeat.engines.child")
 
 
 def carry_out(plan: Plan) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
 from offbeat.corrections import CORRECTIONS, ClipPerStage, Rewind
-from offbeat.graphs import GraphStage
 from offbeat.methods import ADL, DSP, METHODS, Method, Phases, PipeDream, StaleWeights, Synchronous
+from offbeat.stages.recorded import GraphStage
 from offbeat.zoo import gpt, resnet
 
 ROWS = 32

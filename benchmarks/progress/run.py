@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 
 import offbeat
-from offbeat.cli.live import Screen
-from offbeat.runs import RunWriter
-from offbeat.training import Progress, Recorder
+from offbeat.app.cli.live import Screen
+from offbeat.app.runs import RunWriter
+from offbeat.app.training import Progress, Recorder
 from offbeat.zoo import resnet
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat.faults import Faults
-from offbeat.ledger import Ledger
 from offbeat.methods import Method
+from offbeat.records.ledger import Ledger
 
 Compute = Literal["sleep", "real"]
 CLASSES = 4

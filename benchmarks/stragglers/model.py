@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from offbeat.faults import Faults
 from offbeat.methods import Method
-from offbeat.table import Action, Table
+from offbeat.schedules.table import Action, Table
 
 FORWARD, RECOMPUTE, BACKWARD = 1.0, 1.0, 2.0
 _LONG_RUN_STEPS = 3000

@@ -11,14 +11,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Trainer": "trainer",
-    "Auto": "planning",
-    "Evaluation": "evaluation",
-    "Ledger": "ledger",
+    "Auto": "methods.auto",
+    "Evaluation": "engines.evaluation",
+    "Ledger": "records.ledger",
     "Faults": "faults",
     "Guards": "guards",
-    "launch": "processes",
-    "Schedule": "schedule",
-    "Table": "table",
+    "launch": "engines.launcher",
+    "Schedule": "schedules.schedule",
+    "Table": "schedules.table",
     "seed_for": "rng",
     "OffbeatError": "errors",
     **dict.fromkeys(
@@ -48,18 +48,16 @@ _MODULES = (
     "faults",
     "guards",
     "methods",
-    "report",
-    "timeline",
     "zoo",
 )
 """Modules that ``import offbeat`` is enough for."""
 
 if TYPE_CHECKING:
+    from offbeat.engines.evaluation import Evaluation as Evaluation
+    from offbeat.engines.launcher import launch as launch
     from offbeat.errors import OffbeatError as OffbeatError
-    from offbeat.evaluation import Evaluation as Evaluation
     from offbeat.faults import Faults as Faults
     from offbeat.guards import Guards as Guards
-    from offbeat.ledger import Ledger as Ledger
     from offbeat.methods import ADL as ADL
     from offbeat.methods import DDG as DDG
     from offbeat.methods import DGL as DGL
@@ -73,11 +71,11 @@ if TYPE_CHECKING:
     from offbeat.methods import PipeDream2BW as PipeDream2BW
     from offbeat.methods import StaleWeights as StaleWeights
     from offbeat.methods import Synchronous as Synchronous
-    from offbeat.planning import Auto as Auto
-    from offbeat.processes import launch as launch
+    from offbeat.methods.auto import Auto as Auto
+    from offbeat.records.ledger import Ledger as Ledger
     from offbeat.rng import seed_for as seed_for
-    from offbeat.schedule import Schedule as Schedule
-    from offbeat.table import Table as Table
+    from offbeat.schedules.schedule import Schedule as Schedule
+    from offbeat.schedules.table import Table as Table
     from offbeat.trainer import Trainer as Trainer
 
 __all__ = sorted([*_HOME, "__version__"])

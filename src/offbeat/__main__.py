@@ -1,6 +1,6 @@
 """``python -m offbeat`` is ``offbeat``."""
 
-from offbeat.cli import main
+from offbeat.app.cli import main
 
 if __name__ == "__main__":
     main()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from offbeat.errors import ConfigurationError
-from offbeat.table import Action, parse_actions
+from offbeat.schedules.table import Action, parse_actions
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, _muon
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import SGD, Adam, AdamW, Optimizer, _muon
+from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.errors import ConfigurationError
-from offbeat.planning import OptimizerKind
-from offbeat.stage import Stage
+from offbeat.methods.auto import OptimizerKind
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -49,19 +47,6 @@ class Muon(torch.optim.Muon):
         return None
 
 
-def attach_optimizers(
-    stage: Stage, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
-) -> None:
-    """Calls the user's factories for one stage and checks what they return."""
-    if not any(parameter.requires_grad for parameter in stage.parameters):
-        return  # factories may leave out what is frozen, and optimizers want something
-    made = optimizer(list(stage.parameters))
-    stage.optimizers = list(made) if isinstance(made, Sequence) else [made]
-    _check_optimizers(stage)
-    if scheduler is not None:
-        stage.schedulers = [_check_scheduler(scheduler(o)) for o in stage.optimizers]
-
-
 def kind_of(optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> OptimizerKind:
     """What a user's factory makes, found out with all parameters of a model, or with others."""
     # Muon takes matrices alone, and what it is combined with wants something, too.
@@ -86,41 +71,3 @@ def _kind_of_all(found: Sequence[Any]) -> OptimizerKind:
     groups = [group for o in found for group in o.param_groups]
     plain = [g.get("momentum") and not g.get("nesterov") and not g.get("dampening") for g in groups]
     return "momentum" if all(isinstance(o, SGD) for o in found) and all(plain) else "other"
-
-
-def _check_optimizers(stage: Stage) -> None:
-    own = {id(parameter) for parameter in stage.parameters}
-    taken: set[int] = set()
-    for optimizer in stage.optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(
-                f"optimizer(params) returned a {type(optimizer).__name__}: return a torch.optim"
-                " optimizer or a list of them."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise ConfigurationError(
-                "LBFGS evaluates the loss again inside its step, which a stage cannot do alone:"
-                " choose an optimizer that needs gradients only."
-            )
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if held - own:
-            raise ConfigurationError(
-                f"the optimizer of stage {stage.index} holds {len(held - own)} parameters of other"
-                " stages: build it from the argument, as in"
-                " optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
-            )
-        if held & taken:
-            raise ConfigurationError(
-                f"stage {stage.index}: {len(held & taken)} parameters are in two optimizers and"
-                " would be stepped twice. Give each to one."
-            )
-        taken |= held
-
-
-def _check_scheduler(scheduler: Any) -> LRScheduler:
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        raise ConfigurationError(
-            f"scheduler(optimizer) returned a {type(scheduler).__name__}: return a"
-            " torch.optim.lr_scheduler that is stepped once per update without a metric."
-        )
-    return scheduler

@@ -13,39 +13,40 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from offbeat import checks, nest
-from offbeat.assembly import Recipe
+from offbeat import nest
 from offbeat.averaging import Averaging
-from offbeat.averaging.engine import Averager
+from offbeat.averaging.averager import Averager
+from offbeat.averaging.replicas import Replicas, mean_of, state_of
+from offbeat.averaging.sharding import Sampler, shards_of
 from offbeat.checkpoints import Checkpoints, Resumed
 from offbeat.corrections import Correction, Monitor
 from offbeat.corrections.corrector import Corrector, Fill
-from offbeat.cut import Balancing, Cuts, Model, counted_cuts, order_of_norms, plan_cut
+from offbeat.cutting.blocks import call, modes_kept
+from offbeat.cutting.cut import Balancing, Cuts, Model, counted_cuts, order_of_norms, plan_cut
+from offbeat.cutting.timing import measured_cuts
+from offbeat.elastic.joining import CatchingUp, let_in
+from offbeat.engines import checks
+from offbeat.engines.evaluation import Evaluation, Score
+from offbeat.engines.probe import cosines
+from offbeat.engines.processes import Processes, processes_launched
+from offbeat.engines.streams import Streams
+from offbeat.engines.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 from offbeat.errors import BatchError, ConfigurationError, StoppedError, unknown
-from offbeat.evaluation import Evaluation, Score
 from offbeat.faults import Faults
 from offbeat.guards import Guard, Guards, Updates
-from offbeat.joining import CatchingUp, let_in
-from offbeat.lanes import marked
-from offbeat.ledger import Ledger
-from offbeat.memory import StageMemory
 from offbeat.methods import DGL, Method, Synchronous
+from offbeat.methods.auto import Auto, Plan
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
-from offbeat.planning import Auto, Plan
-from offbeat.probing import cosines
-from offbeat.processes import Processes, processes_launched
-from offbeat.profiling import measured_cuts
-from offbeat.readings import Readings
-from offbeat.replicas import Replicas, mean_of, state_of
-from offbeat.schedule import Schedule
-from offbeat.sharding import Sampler, shards_of
-from offbeat.stage import Loss, Stage, precision
-from offbeat.streams import Streams
-from offbeat.transport import Key, Transport
+from offbeat.records.ledger import Ledger
+from offbeat.records.readings import Readings
+from offbeat.schedules.schedule import Schedule
+from offbeat.stages.build import Recipe
+from offbeat.stages.lanes import marked
+from offbeat.stages.memory import StageMemory
+from offbeat.stages.stage import Loss, Stage, precision
+from offbeat.transport.base import Key, Transport
 from offbeat.transport.memory import Meeting
-from offbeat.trunk import call, modes_kept
-from offbeat.worker import Choose, Target, Worker, run_alone, run_together, updates_last
 
 Engine = Literal["serial", "processes", "streams"]
 

@@ -13,7 +13,7 @@ from offbeat.averaging.local_sgd import LocalSGD
 from offbeat.averaging.overlap_local_sgd import OverlapLocalSGD
 from offbeat.averaging.post_local_sgd import PostLocalSGD
 from offbeat.averaging.streaming_diloco import StreamingDiLoCo
-from offbeat.names import made
+from offbeat.registry import made
 
 AVERAGINGS: tuple[type[Averaging], ...] = (
     AllReduce,

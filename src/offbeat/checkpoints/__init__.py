@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offbeat import __version__, tensorfile
-from offbeat.checkpoints import drained
+from offbeat import __version__
+from offbeat.checkpoints import drained, tensorfile
 from offbeat.checkpoints.folder import (
     FORMAT,
     Found,
@@ -30,15 +30,15 @@ from offbeat.checkpoints.folder import (
     refuse_strange,
 )
 from offbeat.checkpoints.writing import Alone, Order, Writer
+from offbeat.engines.board import LOST
+from offbeat.engines.processes import describe
+from offbeat.engines.worker import Target, Worker
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.methods import Method
 from offbeat.methods.base import require_count
-from offbeat.processes.board import LOST
-from offbeat.processes.row import describe
 from offbeat.rng import generator_states, set_generators
-from offbeat.snapshot import apart, on_device
-from offbeat.transport import Gathered, Key
-from offbeat.worker import Target, Worker
+from offbeat.stages.snapshot import apart, on_device
+from offbeat.transport.base import Gathered, Key
 
 if TYPE_CHECKING:
     from offbeat.trainer import Trainer

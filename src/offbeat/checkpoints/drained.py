@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.corrections.corrector import shapes_of
 from offbeat.errors import ConfigurationError
-from offbeat.snapshot import copied, load_optimizer
-from offbeat.stage import Stage
+from offbeat.stages.snapshot import copied, load_optimizer
+from offbeat.stages.stage import Stage
 
 State = dict[str, Any]
 

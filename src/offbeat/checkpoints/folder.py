@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat import tensorfile
+from offbeat.checkpoints import tensorfile
+from offbeat.checkpoints.tensorfile import Written
 from offbeat.errors import CheckpointError
-from offbeat.tensorfile import Written
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offbeat import tensorfile
+from offbeat.checkpoints import tensorfile
 from offbeat.checkpoints.folder import candidates, entry_of, partial_of, publish
 from offbeat.errors import CheckpointError
 

@@ -9,13 +9,13 @@ from offbeat.corrections.extrapolate import Extrapolate
 from offbeat.corrections.gap_aware import GapAware
 from offbeat.corrections.look_ahead import LookAhead
 from offbeat.corrections.momentum_by_lag import MomentumByLag
-from offbeat.corrections.monitor import Monitor
 from offbeat.corrections.predict import Predict
 from offbeat.corrections.rate_by_lag import RateByLag
 from offbeat.corrections.rewind import Rewind
 from offbeat.corrections.shrink import Shrink
 from offbeat.corrections.spike_compensation import SpikeCompensation
-from offbeat.names import made
+from offbeat.monitors.monitor import Monitor
+from offbeat.registry import made
 
 CORRECTIONS: tuple[type[Correction], ...] = (
     Predict,

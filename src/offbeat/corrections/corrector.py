@@ -13,10 +13,11 @@ from torch.optim import Optimizer, SparseAdam
 
 from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
 from offbeat.corrections.groups import Group, Tensors, groups_of
-from offbeat.corrections.monitor import Monitor, Watch
 from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
-from offbeat.readings import What
+from offbeat.monitors.monitor import Monitor
+from offbeat.monitors.staleness import Watch
+from offbeat.records.readings import What
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from offbeat.methods.pipedream import PipeDream
 from offbeat.methods.pipedream_2bw import PipeDream2BW
 from offbeat.methods.stale_weights import StaleWeights
 from offbeat.methods.synchronous import Synchronous
-from offbeat.names import made
+from offbeat.registry import made
 
 METHODS: tuple[type[Method], ...] = (
     Synchronous,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.schedule import Schedule, staggered
+from offbeat.schedules.schedule import Schedule, staggered
 
 Rule = Literal["stash", "current", "recompute"]
 """Which weights a backward pass sees:

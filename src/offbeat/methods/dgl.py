@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Asynchronous
-from offbeat.schedule import Schedule
+from offbeat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import MOST, Asynchronous, Rule, unlocked
-from offbeat.schedule import Schedule
+from offbeat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from offbeat.methods.base import Asynchronous, Rule
-from offbeat.schedule import Schedule
+from offbeat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

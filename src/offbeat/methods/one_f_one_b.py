@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from offbeat.methods.base import MOST, Method, require_count
-from offbeat.schedule import Schedule, Slot
+from offbeat.schedules.schedule import Schedule, Slot
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Method, Rule
-from offbeat.schedule import Schedule
+from offbeat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, init=False)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Asynchronous
-from offbeat.schedule import Schedule
+from offbeat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from offbeat.methods.base import Method
-from offbeat.schedule import Schedule, staggered
+from offbeat.schedules.schedule import Schedule, staggered
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from offbeat.errors import ScheduleError
-from offbeat.transport import Gathered, Key
+from offbeat.transport.base import Gathered, Key
 
 
 class Meeting:

@@ -1,0 +1,1 @@
+"""What is built on the library: runs, studies, the command line, reports."""

@@ -1,0 +1,153 @@
+"""What a run looks like while it goes on: a live table on a terminal, lines in a log."""
+
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.app.training import Progress
+from offbeat.trainer import Trainer
+
+_PAUSE_S = 0.5
+"""Between two drawings."""
+
+
+class Lines:
+    """One line per evaluation, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.perf_counter()
+
+    def begin(self, trainer: Trainer, progress: Progress) -> None:
+        whole = progress.epochs * progress.steps_per_epoch
+        short = "" if progress.steps == whole else f", of which the first {progress.steps} are made"
+        self._say(
+            f"{_what(trainer)}: {progress.epochs} epochs of {progress.steps_per_epoch} steps{short}"
+        )
+        if progress.step:
+            self._say(f"going on after step {progress.step}")
+
+    def step(self, trainer: Trainer, progress: Progress) -> None:
+        pass
+
+    def evaluated(self, trainer: Trainer, progress: Progress) -> None:
+        found = progress.evaluation
+        assert found is not None
+        accuracy = "" if found.accuracy is None else f", accuracy {found.accuracy:.2%}"
+        rest = progress.step % progress.steps_per_epoch
+        place = f"{progress.epoch}/{progress.epochs}" + (f" and {rest} steps" if rest else "")
+        self._say(
+            f"epoch {place}: test loss {found.loss:.4f}{accuracy},"
+            f" {progress.rows_per_s:.0f} rows/s, {time.perf_counter() - self._began:.1f} s"
+        )
+
+    def end(self, status: str) -> None:
+        self._say(f"{status} after {time.perf_counter() - self._began:.1f} s")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Screen:
+    """A table that is drawn again twice a second."""
+
+    def __init__(self, console: Console) -> None:
+        self._began = time.perf_counter()
+        # Drawn between steps, by nobody's thread: a thread of its own would take turns with them.
+        self._live = Live(console=console, auto_refresh=False)
+        self._drawn = 0.0
+        self._read = 0
+        self._busy: list[float] = []
+
+    def begin(self, trainer: Trainer, progress: Progress) -> None:
+        self._live.start()
+        self._draw(trainer, progress)
+
+    def step(self, trainer: Trainer, progress: Progress) -> None:
+        if time.perf_counter() - self._drawn > _PAUSE_S:
+            self._draw(trainer, progress)
+
+    def evaluated(self, trainer: Trainer, progress: Progress) -> None:
+        self._draw(trainer, progress)
+
+    def end(self, status: str) -> None:
+        self._live.stop()
+        self._live.console.print(status, highlight=False)
+
+    def _draw(self, trainer: Trainer, progress: Progress) -> None:
+        self._drawn = time.perf_counter()
+        self._live.update(self._view(trainer, progress), refresh=True)
+
+    def _view(self, trainer: Trainer, progress: Progress) -> Table:
+        passed = time.perf_counter() - self._began
+        left = passed / progress.step * (progress.steps - progress.step) if progress.step else 0.0
+        numbers = Table.grid(padding=(0, 3))
+        numbers.add_row(
+            f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}",
+            f"step {progress.step}/{progress.steps}",
+            f"loss {progress.loss:.4f}",
+            _score(progress),
+            f"{progress.rows_per_s:.0f} rows/s",
+            f"{_clock(left)} left",
+        )
+        stages = Table(box=None, pad_edge=False)
+        stages.add_column("stage")
+        for stage in range(trainer.stages):
+            stages.add_column(str(stage), justify="right")
+        stages.add_row("lag", *map(str, trainer.lags))
+        stages.add_row("busy", *self._busy_shares(trainer))
+        bar = ProgressBar(total=max(1, progress.steps), completed=progress.step, width=60)
+        view = Table.grid()
+        for part in (Text(_what(trainer), style="bold"), bar, numbers, stages):
+            view.add_row(part)
+        return view
+
+    def _busy_shares(self, trainer: Trainer) -> list[str]:
+        """Of the last few seconds, by the entries that are new since the last look."""
+        ledger = trainer.own_ledger
+        work = dict.fromkeys(range(trainer.stages), 0.0)
+        first = last = None
+        for index in range(self._read, len(ledger)):
+            entry = ledger[index]
+            if entry.kind in "FBU" and entry.replica == ledger[self._read].replica:
+                work[entry.stage] += entry.end_s - entry.start_s
+                first = entry.start_s if first is None else min(first, entry.start_s)
+                last = entry.end_s if last is None else max(last, entry.end_s)
+        if first is None or last is None or last <= first:
+            return ["-"] * trainer.stages
+        self._read = len(ledger)
+        return [f"{work[k] / (last - first):.0%}" if work[k] else "-" for k in work]
+
+
+def _what(trainer: Trainer) -> str:
+    replicas = "" if trainer.replicas == 1 else f", {trainer.replicas} replicas"
+    count = f"{trainer.stages} stage{'s' if trainer.stages > 1 else ''}"
+    where = "" if trainer.mesh_size == 1 else f", {trainer.mesh_size} processes"
+    phases = [
+        method.title if updates is None else f"{method.title} for {updates} updates"
+        for method, updates in trainer.phases
+    ]
+    how = ", ".join([", then ".join(phases), *(c.title.lower() for c in trainer.corrections)])
+    return f"{how}, {count}{replicas}{where}, lag {' '.join(map(str, trainer.lags))}"
+
+
+def _score(progress: Progress) -> str:
+    found = progress.evaluation
+    if found is None:
+        return "test -"
+    if found.accuracy is not None:
+        return f"test {found.accuracy:.2%}"
+    return f"test loss {found.loss:.4f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return (
+        f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        if minutes >= 60
+        else f"{minutes}:{seconds:02}"
+    )

@@ -1,0 +1,154 @@
+"""Lag, memory and waiting as tables with bars: they need no script."""
+
+from collections.abc import Sequence
+
+from offbeat.app.report import words
+from offbeat.app.report.facts import Facts, Memory
+from offbeat.app.report.markup import Markup, join, table, tag
+from offbeat.app.report.parts import note, per_run, place
+
+_MOST_LAGS = 16
+"""Rows of a lag histogram; more lags are counted in ranges."""
+
+
+def lags(facts: Sequence[Facts]) -> Markup:
+    text = "Updates that a stage made between a micro-batch's forward and its gradient's use."
+    return join([note(text), per_run(facts, _histograms)])
+
+
+def _histograms(run: Facts) -> Markup:
+    if not run.lag_counts:
+        return note("No lags were recorded.")
+    stages = [_histogram(stage, counts, run.lags) for stage, counts in run.lag_counts.items()]
+    part = note("Counted over the actions that the ledger kept: the run stored no counts.")
+    return join([part if run.lags_are_of_ledger else None, tag("div", *stages, class_="small")])
+
+
+def _histogram(stage: int, counts: dict[int, int], declared: Sequence[int]) -> Markup:
+    bins = binned(counts, _MOST_LAGS)
+    total = sum(counts.values())
+    most = max(times for _, times in bins)
+    rows = [(word, _bar(times / most), f"{times:,}") for word, times in bins]
+    mean = sum(lag * times for lag, times in counts.items()) / total
+    caption = f"Stage {stage}: mean {mean:.3g}"
+    caption += f", declared {declared[stage]}" if stage < len(declared) else ""
+    return table(caption, ("lag", "", "count"), rows, class_="bars")
+
+
+def binned(counts: dict[int, int], most: int) -> list[tuple[str, int]]:
+    """Counts per lag in order, or per range of lags where there are too many.
+
+    >>> binned({6: 9, 0: 1}, 16)
+    [('0', 1), ('6', 9)]
+    >>> binned({lag: 1 for lag in range(6)}, 3)
+    [('0 to 1', 2), ('2 to 3', 2), ('4 to 5', 2)]
+    """
+    if len(counts) <= most:
+        return [(str(lag), counts[lag]) for lag in sorted(counts)]
+    low, high = min(counts), max(counts)
+    width = -(-(high - low + 1) // most)
+    found: dict[int, int] = {}
+    for lag in sorted(counts):
+        start = low + (lag - low) // width * width
+        found[start] = found.get(start, 0) + counts[lag]
+    return [(f"{start} to {start + width - 1}", times) for start, times in found.items()]
+
+
+def _bar(share: float, kind: str = "") -> Markup:
+    width = f"width:{100 * min(1.0, max(0.0, share)):.1f}%"
+    return tag("span", tag("i", style=width, class_=kind or None), class_="bar")
+
+
+_PARTS = {"weight_bytes": "weights", "in_flight_bytes": "flight", "correction_bytes": "kept"}
+"""Of the memory of a stage, and how each is drawn."""
+
+
+def memory(facts: Sequence[Facts]) -> Markup:
+    """Bars of all runs have one scale, so that they can be compared."""
+    most = max((_bytes(entry) for run in facts for entry in run.memory), default=0.0)
+    return per_run(facts, lambda run: _memory_table(run, most or 1.0))
+
+
+def _memory_table(run: Facts, most: float) -> Markup:
+    if not run.memory:
+        return note("No memory was recorded.")
+    rows = [
+        (
+            place(run, entry.replica, entry.stage),
+            _stack(entry, most),
+            words.size(entry.fields.get("weight_bytes")),
+            words.size(entry.fields.get("in_flight_bytes")),
+            words.size(entry.fields.get("correction_bytes")),
+            _now_and_peak(entry, ("weight_copies",), "peak_weight_copies"),
+            _now_and_peak(entry, ("graphs", "inputs"), "peak_in_flight"),
+        )
+        for entry in run.memory
+    ]
+    head = (
+        "stage",
+        "",
+        join([tag("i", class_="box weights"), "weights"]),
+        join([tag("i", class_="box flight"), "in flight"]),
+        join([tag("i", class_="box kept"), "corrections, monitor"]),
+        "weight copies (most)",
+        "micro-batches (most)",
+    )
+    return table("What each stage held before the last drain", head, rows, class_="bars")
+
+
+def _bytes(entry: Memory) -> float:
+    return sum(entry.fields.get(key, 0.0) for key in _PARTS)
+
+
+def _stack(entry: Memory, most: float) -> Markup:
+    bars = [
+        tag("i", style=f"width:{100 * entry.fields[key] / most:.1f}%", class_=kind)
+        for key, kind in _PARTS.items()
+        if entry.fields.get(key)
+    ]
+    return tag("span", *bars, class_="bar")
+
+
+def _now_and_peak(entry: Memory, now: Sequence[str], peak: str) -> str:
+    known = [entry.fields[key] for key in now if key in entry.fields]
+    if not known:
+        return words.MISSING
+    most = f" ({words.number(entry.fields[peak])})" if peak in entry.fields else ""
+    return f"{words.number(sum(known))}{most}"
+
+
+def waiting(facts: Sequence[Facts]) -> Markup:
+    longest = max((wait.total_s for run in facts for wait in run.waits), default=0.0)
+    return per_run(facts, lambda run: join([_busy(run), _waits(run, longest or 1.0)]))
+
+
+def _busy(run: Facts) -> Markup:
+    if not run.busy_share:
+        return note("No busy shares were recorded.")
+    rows = [
+        (f"stage {stage}", _bar(share), words.percent(share))
+        for stage, share in enumerate(run.busy_share)
+    ]
+    return table("Part of the time each stage worked", ("stage", "", "busy"), rows, class_="bars")
+
+
+def _waits(run: Facts, longest: float) -> Markup:
+    if not run.waits:
+        alone = run.replicas == 1
+        return note(
+            "One replica: there are no averages to wait for."
+            if alone
+            else "No waits for averages were recorded."
+        )
+    rows = [
+        (
+            place(run, wait.replica, wait.stage),
+            _bar(wait.total_s / longest, "wait"),
+            words.seconds(wait.total_s),
+            words.seconds(wait.longest_s),
+            f"{wait.averages:,}",
+        )
+        for wait in run.waits
+    ]
+    head = ("stage", "", "in all", "longest", "averages")
+    return table("Standing still until an average arrived", head, rows, class_="bars")

@@ -1,0 +1,407 @@
+"""What a stored run says, with every part optional: the one reader behind page and figures."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from offbeat.app.experiment import Choice
+from offbeat.app.report.actions import lags_of
+from offbeat.app.report.values import count, either, listing, mapping, name_of, number, whole
+from offbeat.app.runs import Run
+from offbeat.errors import ConfigurationError
+from offbeat.records.ledger import Ledger
+from offbeat.records.readings import Readings
+
+MOST_POINTS = 400
+"""Points of a curve; a longer one is drawn through means of neighbours."""
+_SYNCHRONOUS = "synchronous"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a curve."""
+
+    epoch: float | None
+    time_s: float | None
+    value: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How long one stage of one replica stood still for its averages."""
+
+    replica: int
+    stage: int
+    averages: int
+    total_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one stage of one replica held before the last drain."""
+
+    replica: int
+    stage: int
+    fields: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """What the guard of one stage of one replica saw."""
+
+    replica: int
+    stage: int
+    fields: Mapping[str, float]
+
+
+_RECIPE = (
+    "model", "data", "optimizer", "lr", "momentum", "weight_decay", "decay", "warmup", "milestones",
+    "clip", "epochs", "max_steps", "batch_size", "drop_last", "augment", "autocast",
+)  # fmt: skip
+
+
+def _worded(value: object) -> str:
+    return name_of(value) or str(value)
+
+
+class Facts:
+    """A run as the report reads it; None or empty wherever the run does not say."""
+
+    def __init__(self, run: Run, label: str) -> None:
+        self.run = run
+        self.label = label
+        self.config = mapping(run.config)
+        self.summary = mapping(run.summary)
+
+    # ---------------------------------------------------------------- what was asked for
+
+    @property
+    def method(self) -> str | None:
+        """The method's name."""
+        return name_of(self._asked.get("method"))
+
+    @property
+    def method_in_full(self) -> str | None:
+        """With its settings and corrections, as "auto" prints them."""
+        chosen = [self._asked.get("method"), *listing(self._asked.get("correction"))]
+        spelled = [
+            str(Choice(name, mapping(mapping(value).get("settings"))))
+            for value in chosen
+            if (name := name_of(value)) is not None
+        ]
+        return " + ".join(spelled) or None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return mapping(mapping(self._asked.get("method")).get("settings"))
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """What decided the run: the configuration, or what "auto" made of it."""
+        return self.config | mapping(self.config.get("plan"))
+
+    @property
+    def averaging(self) -> str | None:
+        return name_of(self.config.get("averaging"))
+
+    @property
+    def model(self) -> str | None:
+        return name_of(self.config.get("model"))
+
+    @property
+    def stages(self) -> int | None:
+        return count(self.config.get("stages")) or len(self.lags) or None
+
+    @property
+    def replicas(self) -> int:
+        return count(self.config.get("replicas")) or 1
+
+    @property
+    def lags(self) -> tuple[int, ...]:
+        """Declared lag per stage, in updates."""
+        found = [whole(lag) for lag in listing(self.config.get("lags"))]
+        return tuple(lag for lag in found if lag is not None)
+
+    @property
+    def synchronous(self) -> bool:
+        return (self.method or "").lower() == _SYNCHRONOUS
+
+    # ---------------------------------------------------------------- what came out
+
+    @property
+    def status(self) -> str | None:
+        """finished, interrupted or failed; None for a run that was killed or still goes on."""
+        ends = self._lines("end")
+        status = self.summary.get("status") or (ends[-1].get("status") if ends else None)
+        return None if status is None else str(status)
+
+    @property
+    def error(self) -> str | None:
+        """The words with which a failed run ended, if it left any."""
+        for source in (self.summary, *reversed(self._lines("end"))):
+            if source.get("error"):
+                return str(source["error"])
+        return None
+
+    @property
+    def accuracy(self) -> float | None:
+        return self._final("accuracy")
+
+    @property
+    def loss(self) -> float | None:
+        return self._final("loss")
+
+    def _final(self, key: str) -> float | None:
+        """From the summary, or from the last evaluation of a run that has none."""
+        if key in self.summary:
+            return number(self.summary[key])
+        evaluations = self._evaluations
+        return number(evaluations[-1].get(key)) if evaluations else None
+
+    @property
+    def steps(self) -> int | None:
+        if "steps" in self.summary:
+            return whole(self.summary["steps"])
+        return max((s for line in self._dicts if (s := whole(line.get("step")))), default=None)
+
+    @property
+    def epochs(self) -> float | None:
+        return number(self.summary.get("epochs"))
+
+    @property
+    def time_s(self) -> float | None:
+        if "time_s" in self.summary:
+            return number(self.summary["time_s"])
+        return max((t for line in self._dicts if (t := number(line.get("time_s")))), default=None)
+
+    @property
+    def step_s(self) -> float | None:
+        """Time per step over the whole run, evaluations included."""
+        return self.time_s / self.steps if self.time_s and self.steps else None
+
+    @property
+    def rows_per_s(self) -> float | None:
+        return number(self.summary.get("rows_per_s"))
+
+    @property
+    def busy_share(self) -> tuple[float, ...]:
+        found = [number(share) for share in listing(self.summary.get("busy_share"))]
+        return tuple(share for share in found if share is not None)
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        found = [mapping(entry) for entry in listing(self.summary.get("memory"))]
+        stages = self.stages or max(1, len(found) // self.replicas)
+        return tuple(
+            Memory(
+                either(whole(entry.get("replica")), place // stages),
+                either(whole(entry.get("stage")), place % stages),
+                {str(key): n for key, value in entry.items() if (n := number(value)) is not None},
+            )
+            for place, entry in enumerate(found)
+        )
+
+    @cached_property
+    def ledger(self) -> Ledger | None:
+        """The last actions; None if there are none, or if the file is damaged."""
+        try:
+            ledger = self.run.ledger()
+        except ConfigurationError:
+            return None
+        return ledger if ledger else None
+
+    @cached_property
+    def readings(self) -> Readings | None:
+        """What the monitor read; None if there was none, or if the file is damaged."""
+        try:
+            return self.run.readings()
+        except ConfigurationError:
+            return None
+
+    @cached_property
+    def guarded(self) -> tuple[Guarded, ...]:
+        """Per replica and stage; empty where the run had no guards."""
+        found = []
+        for key, value in mapping(self.summary.get("guards")).items():
+            replica, _, stage = key.partition("/")
+            fields = {k: n for k, v in mapping(value).items() if (n := number(v)) is not None}
+            found.append(Guarded(whole(replica) or 0, whole(stage) or 0, fields))
+        return tuple(sorted(found, key=lambda g: (g.replica, g.stage)))
+
+    @cached_property
+    def lag_counts(self) -> dict[int, dict[int, int]]:
+        """Per stage, how many micro-batches had which lag."""
+        found = {
+            stage: {
+                lag: times
+                for name, value in mapping(counts).items()
+                if (lag := whole(name)) is not None and (times := count(value))
+            }
+            for key, counts in mapping(self.summary.get("lags")).items()
+            if (stage := whole(key)) is not None
+        }
+        return {stage: found[stage] for stage in sorted(found) if found[stage]} or self._ledger_lags
+
+    @property
+    def lags_are_of_ledger(self) -> bool:
+        """Whether the counts cover only the actions that the ledger kept."""
+        return bool(self.lag_counts) and not mapping(self.summary.get("lags"))
+
+    @property
+    def _ledger_lags(self) -> dict[int, dict[int, int]]:
+        counts: dict[int, Counter[int]] = {}
+        for (_, stage, _), lag in lags_of(self.ledger or ()).items():
+            counts.setdefault(stage, Counter())[lag] += 1
+        return {stage: dict(counts[stage]) for stage in sorted(counts)}
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """Per replica and stage; empty where no averages were merged."""
+        found = []
+        for key, value in mapping(self.summary.get("waits")).items():
+            replica, _, stage = key.partition("/")
+            words = mapping(value)
+            found.append(
+                Wait(
+                    whole(replica) or 0,
+                    whole(stage) or 0,
+                    count(words.get("averages")) or 0,
+                    number(words.get("total_s")) or 0.0,
+                    number(words.get("longest_s")) or 0.0,
+                )
+            )
+        found = found or list(self._ledger_waits())
+        return tuple(sorted(found, key=lambda w: (w.replica, w.stage)))
+
+    def _ledger_waits(self) -> Iterator[Wait]:
+        if self.ledger is None:
+            return
+        for replica, stage in {(e.replica, e.stage) for e in self.ledger if e.kind == "M"}:
+            waits = self.ledger.waits(stage, replica).values()
+            if waits:
+                yield Wait(replica, stage, len(waits), sum(waits), max(waits))
+
+    # ---------------------------------------------------------------- curves
+
+    @cached_property
+    def training_loss(self) -> list[Point]:
+        return self._curve(self._lines("step"), "loss")
+
+    @cached_property
+    def test_loss(self) -> list[Point]:
+        return self._curve(self._evaluations, "loss")
+
+    @cached_property
+    def test_accuracy(self) -> list[Point]:
+        return self._curve(self._evaluations, "accuracy")
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the test loss of the end is no finite number."""
+        loss = self.summary.get("loss")
+        return isinstance(loss, float) and not math.isfinite(loss)
+
+    def recipe_unlike(self, other: "Facts") -> list[str]:
+        """Settings that have nothing to do with staleness, and differ: this run's and the other's.
+
+        Only what both say; a run may be older than a setting.
+        """
+        both = [name for name in _RECIPE if name in self.config and name in other.config]
+        return [
+            f"{name} {_worded(self.config[name])} ({_worded(other.config[name])})"
+            for name in both
+            if self.config[name] != other.config[name]
+        ]
+
+    @cached_property
+    def diverged_at(self) -> int | None:
+        """The first step whose loss was not a finite number."""
+        for line in self._lines("step"):
+            loss = line.get("loss")
+            if isinstance(loss, float) and not math.isfinite(loss):
+                return whole(line.get("step"))
+        return None
+
+    @property
+    def _dicts(self) -> list[dict[str, Any]]:
+        return [line for line in self.run.metrics if isinstance(line, dict)]
+
+    def _lines(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self._dicts if line.get("kind") == kind]
+
+    @property
+    def _evaluations(self) -> list[dict[str, Any]]:
+        """Of the average where that was evaluated; replicas apart would make a second curve."""
+        lines = self._lines("evaluation")
+        averages = [line for line in lines if line.get("of") == "average"]
+        return averages or lines
+
+    def _curve(self, lines: Sequence[dict[str, Any]], key: str) -> list[Point]:
+        points = [
+            Point(self._epoch(line), number(line.get("time_s")), value)
+            for line in lines
+            if (value := number(line.get(key))) is not None
+        ]
+        return thinned(points, MOST_POINTS)
+
+    def _epoch(self, line: dict[str, Any]) -> float | None:
+        step = number(line.get("step"))
+        if self._epoch_steps is None or step is None:
+            return number(line.get("epoch"))
+        return step / self._epoch_steps
+
+    @cached_property
+    def _epoch_steps(self) -> float | None:
+        """Steps per epoch, where lines carry only the number of the epoch they are in."""
+        first: dict[float, float] = {}
+        for line in self._lines("step"):
+            epoch, step = number(line.get("epoch")), number(line.get("step"))
+            if epoch is None or step is None:
+                continue
+            if epoch != int(epoch):
+                return None
+            first.setdefault(epoch, step)
+        if self.steps and self.epochs and first:
+            return self.steps / self.epochs
+        gaps = [later - earlier for earlier, later in pairwise(first.values())]
+        return gaps[0] if gaps and gaps[0] > 0 else None
+
+
+def facts_of(runs: Sequence[Run]) -> list[Facts]:
+    """The runs with labels that tell them apart: folder names, with parents where they repeat."""
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.folder.resolve().parent.name}/{run.name}" for run in runs]
+    seen: Counter[str] = Counter()
+    labels = []
+    for name in names:
+        seen[name] += 1
+        labels.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return [Facts(run, label) for run, label in zip(runs, labels, strict=True)]
+
+
+def baseline(facts: Iterable[Facts]) -> Facts | None:
+    """The synchronous run that the others are compared with, by accuracy or else by loss."""
+    plain = [f for f in facts if f.synchronous]
+    scored = [f for f in plain if f.accuracy is not None] or [
+        f for f in plain if f.loss is not None
+    ]
+    return scored[0] if scored else None
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """At most so many points: means of equal shares of them."""
+    if len(points) <= most:
+        return list(points)
+    edges = [round(place * len(points) / most) for place in range(most + 1)]
+    return [_mean(points[low:high]) for low, high in pairwise(edges)]
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    last = points[-1]
+    return Point(last.epoch, last.time_s, math.fsum(p.value for p in points) / len(points))

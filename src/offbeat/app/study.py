@@ -1,0 +1,156 @@
+"""How much staleness a model takes: methods x stages x accumulation x seeds, and what they cost."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+
+from offbeat.app.experiment import Choice, Experiment, joined, plain, spelled
+from offbeat.app.runs import CONFIG, Run
+from offbeat.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration over all its seeds."""
+
+    method: str
+    stages: int
+    lags: tuple[int, ...]
+    scores: tuple[float, ...]
+    """Accuracy per seed, or the negative loss where there is no accuracy."""
+    gaps: tuple[float, ...]
+    """To synchronous training, seed by seed."""
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.scores)
+
+    @property
+    def spread(self) -> float:
+        return stdev(self.scores) if len(self.scores) > 1 else 0.0
+
+    @property
+    def gap(self) -> float:
+        return fmean(self.gaps) if self.gaps else 0.0
+
+
+def plan(
+    base: Experiment, methods: Sequence[str], stages: Sequence[int], seeds: int
+) -> dict[str, Experiment]:
+    """Every run of a study by the name of its folder; synchronous training first.
+
+    A method may bring corrections of its own: ``pipedream+spike-compensation``.
+    """
+    found = {}
+    for seed, count, text in product(range(seeds), stages, ["synchronous", *methods]):
+        method, *own = (Choice.read(part, "--methods") for part in joined(text))
+        corrections = (*base.correction, *own)
+        # Without lag the number of stages changes nothing, not even a bit, nor do corrections.
+        if method.name == "synchronous":
+            if own:
+                raise ConfigurationError(
+                    f"--methods {text}: without lag a correction changes nothing. Leave it out."
+                )
+            count, corrections = 1, ()
+        label = "+".join(map(str, (method, *corrections)))
+        name = f"{label.replace(':', '-').replace('=', '')}-K{count}-seed{seed}"
+        found[name] = replace(
+            base, method=method, correction=corrections, stages=count, cuts=(), ppv=(), seed=seed
+        )
+    return found
+
+
+def run_study(
+    planned: Mapping[str, Experiment], folder: Path, say: Callable[[str], None]
+) -> list[Run]:
+    """Runs what is missing; finished runs of the same configuration are read instead.
+
+    One that did not finish is taken up again. Returns the finished ones: all, but for a Ctrl-C.
+    """
+    from offbeat.app.training import check_experiment, run_experiment
+
+    runs = []
+    of_one_seed = {(spelled((e.method, *e.correction)), e.stages): e for e in planned.values()}
+    for experiment in of_one_seed.values():
+        check_experiment(experiment)  # before hours are spent on the others
+    for number, (name, experiment) in enumerate(planned.items(), 1):
+        place = folder / name
+        begun = (place / CONFIG).exists()
+        if begun:
+            found = Run.load(place)
+            _check_same(found, experiment)
+            if found.summary.get("status") == "finished":
+                say(f"{number}/{len(planned)} {name}: found")
+                runs.append(found)
+                continue
+        summary = run_experiment(experiment, place, resume=begun)
+        if summary["status"] != "finished":
+            say(
+                f"{number}/{len(planned)} {name}: interrupted. {len(runs)} of {len(planned)} runs"
+                " are finished; the same command goes on."
+            )
+            break
+        score = summary["accuracy"]
+        words = f"{score:.2%}" if score is not None else f"loss {summary['loss']:.4f}"
+        say(f"{number}/{len(planned)} {name}: {words}")
+        runs.append(Run.load(place))
+    return runs
+
+
+def _check_same(found: Run, wanted: Experiment) -> None:
+    usual = Experiment().as_dict()
+    for key, value in wanted.as_dict().items():
+        stored = found.config.get(key, usual[key])  # a run may be older than a setting
+        if key in _OF_NO_CONSEQUENCE:
+            continue
+        if plain(stored) != plain(value):
+            raise ConfigurationError(
+                f"{found.folder} was run with {key}={spelled(stored)}, and this study asks for"
+                f" {spelled(value)}: give another folder (--out)."
+            )
+
+
+_OF_NO_CONSEQUENCE = (
+    "data_folder", "device", "engine", "stages", "save_every", "keep", "monitor",
+)  # fmt: skip
+"""Settings in which a stored run may differ from what is asked for now."""
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """Seeds put together, each compared with synchronous training of the same seed."""
+    by_seed: dict[tuple[str, int], dict[int, Run]] = {}
+    for run in runs:
+        key = (_method_name(run), int(run.config["stages"]))
+        by_seed.setdefault(key, {})[int(run.config["seed"])] = run
+    synchronous = {
+        run.config["seed"]: _score(run) for run in runs if _method_name(run) == "synchronous"
+    }
+    cells = []
+    for (method, stages), found in by_seed.items():
+        cells.append(
+            Cell(
+                method,
+                stages,
+                tuple(next(iter(found.values())).config["lags"]),
+                tuple(_score(run) for run in found.values()),
+                tuple(
+                    _score(run) - synchronous[seed]
+                    for seed, run in found.items()
+                    if seed in synchronous
+                ),
+            )
+        )
+    return cells
+
+
+def _method_name(run: Run) -> str:
+    """With its corrections, as ``--methods`` has it."""
+    chosen = [run.config["method"], *run.config.get("correction", ())]
+    return "+".join(map(spelled, chosen))
+
+
+def _score(run: Run) -> float:
+    accuracy = run.summary["accuracy"]
+    return float(accuracy) if accuracy is not None else -float(run.summary["loss"])

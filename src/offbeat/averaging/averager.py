@@ -1,0 +1,382 @@
+"""One engine for every averaging: starts averages of a stage's weights and merges them later."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SparseAdam
+
+from offbeat.averaging.base import Averaging, Plan
+from offbeat.averaging.compression import Codec, Int8, codec_for
+from offbeat.averaging.moments import MomentPlace, Moments
+from offbeat.averaging.rows import dtype_of, flatten, mean_of, unflatten, write
+from offbeat.errors import ConfigurationError
+from offbeat.records.ledger import Ledger
+from offbeat.stages.stage import Stage
+from offbeat.transport.base import Gathered, Key, Transport
+
+
+class Task(NamedTuple):
+    """What a worker does between its actions: start an average, or take one in."""
+
+    kind: Literal["S", "M"]
+    what: Literal["gradients", "weights"]
+    number: int
+    """The version of the weights at which the average was started."""
+    fragment: int = 0
+    arrives: bool = True
+    """False for a merge without an average: none has been started yet."""
+
+    def __str__(self) -> str:
+        verb = "the start" if self.kind == "S" else "the merge"
+        return f"{verb} of the average of {self.what} number {self.number}"
+
+
+class Averager:
+    """Keeps one stage of one replica together with the same stage of the others."""
+
+    def __init__(
+        self,
+        averaging: Averaging,
+        stage: Stage,
+        replicas: int,
+        transport: Transport,
+        ledger: Ledger,
+    ) -> None:
+        self._averaging = averaging
+        self._plan = averaging.plan()
+        self._stage = stage
+        self._replicas = replicas
+        self._transport = transport
+        self._ledger = ledger
+        self._trainable = [p for p in stage.parameters if p.requires_grad]
+        if self._plan is None or averaging.warmup:
+            _refuse_sparse_only(averaging, stage)
+        self._layers = _layers_of(stage, self._plan.fragments if self._plan else 1)
+        self._fragments: list[_Fragment] = []
+        self._gradient_codec = codec_for(
+            averaging.compress, dtype_of(self._trainable), [p.numel() for p in self._trainable]
+        )
+        self._local_from = averaging.warmup
+        """The version of the weights from which local steps are counted."""
+
+    # ---------------------------------------------------------------- what is to be done
+
+    def before_update(self) -> list[Task]:
+        """What must happen between a backward and its update."""
+        if not self._trainable:
+            return []
+        version = self._stage.version
+        if self._plan is None or version < self._local_from:
+            return [Task(kind, "gradients", version) for kind in ("S", "M")]
+        if not self._fragments:
+            self._begin_rounds()
+        return []
+
+    def _begin_rounds(self) -> None:
+        assert self._plan is not None
+        self._fragments = [
+            _Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
+            for parameters in self._layers
+        ]
+
+    def after_update(self) -> list[Task]:
+        """What follows an update, in order."""
+        version = self._stage.version
+        taken = version - self._local_from
+        if self._plan is None or not self._fragments or taken <= 0:
+            return []
+        tasks = []
+        for number, fragment in enumerate(self._fragments):
+            starts = taken % self._plan.every == self._plan.starts_at(number)
+            start = Task("S", "weights", version, number)
+            if starts and self._plan.delay == 0:
+                tasks += [start, Task("M", "weights", version, number)]
+            elif starts and fragment.outer.sends_first:
+                sent = fragment.started
+                late = version if sent is None else sent
+                merge = Task("M", "weights", late, number, arrives=sent is not None)
+                tasks += [start, merge]
+            else:
+                sent = fragment.started
+                if sent is not None and version == sent + self._plan.delay:
+                    tasks.append(Task("M", "weights", sent, number))
+                if starts:
+                    tasks.append(start)
+        return tasks
+
+    def needs(self, task: Task) -> list[Key]:
+        return [self._key(task)] if task.kind == "M" and task.arrives else []
+
+    def _key(self, task: Task) -> Key:
+        return Key(task.what, self._stage.index, task.number, source=task.fragment)
+
+    # ---------------------------------------------------------------- doing it
+
+    def carry_out(self, task: Task) -> None:
+        if task.kind == "S":
+            self._start(task)
+        else:
+            self._merge(task)
+
+    def _start(self, task: Task) -> None:
+        began = perf_counter()
+        if task.what == "gradients":
+            parts = _gradients_of(self._trainable, self._gradient_codec)
+        else:
+            parts = self._fragments[task.fragment].start(task.number)
+        summed = not self._averaging.exact
+        self._transport.gather(self._key(task), parts, summed=summed)
+        self._record("S", task, began, perf_counter())
+
+    def _merge(self, task: Task) -> None:
+        began = perf_counter()
+        gathered = None
+        if task.arrives:
+            gathered = self._transport.receive(self._key(task))
+            self._record("A", task, gathered.sent_s, gathered.arrived_s)
+        if task.what == "gradients":
+            assert gathered is not None
+            _take_gradients(self._trainable, self._gradient_codec, gathered)
+        else:
+            self._fragments[task.fragment].merge(task.number, gathered)
+        self._record("M", task, began, perf_counter())
+
+    def _record(self, kind: Literal["S", "A", "M"], task: Task, start: float, end: float) -> None:
+        stage = self._stage
+        self._ledger.record(
+            kind, stage.index, task.number, stage.version, start, end, replica=stage.replica
+        )
+
+    # ---------------------------------------------------------------- ending a round early
+
+    def pending(self) -> list[Key]:
+        """Averages that are under way."""
+        return [
+            Key("weights", self._stage.index, fragment.started, source=number)
+            for number, fragment in enumerate(self._fragments)
+            if fragment.started is not None
+        ]
+
+    def settle(self) -> None:
+        """All replicas have just been given the same weights: a round begins here."""
+        for fragment in self._fragments:
+            fragment.settle()
+        if self._plan is not None:
+            self._local_from = max(self._averaging.warmup, self._stage.version)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where its rounds stand; rows of numbers are never written again, so they are shared."""
+        return {
+            "local_from": self._local_from,
+            "gradient_codec": _attributes(self._gradient_codec),
+            "fragments": [fragment.snapshot() for fragment in self._fragments],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._local_from = state["local_from"]
+        _set_attributes(self._gradient_codec, state["gradient_codec"])
+        if state["fragments"]:
+            self._begin_rounds()
+        for fragment, found in zip(self._fragments, state["fragments"], strict=True):
+            fragment.restore(found)
+
+    def forget(self) -> None:
+        """Weights were loaded from elsewhere: nothing of the past counts."""
+        self._fragments = []
+        self._local_from = max(self._averaging.warmup, self._stage.version)
+
+
+class _Fragment:
+    """A part of a stage's weights that is averaged as one row of numbers."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        stage: Stage,
+        averaging: Averaging,
+        plan: Plan,
+        replicas: int,
+    ) -> None:
+        weights = flatten(parameters)
+        self._parameters = parameters
+        self._stage = stage
+        self._policy = averaging.optimizer_state
+        self._keep = plan.keep
+        self._progress = plan.keep if plan.progress is None else plan.progress
+        self.outer = plan.outer(weights, replicas)
+        self.started: int | None = None
+        """The version of the weights at which the average under way was started."""
+        self._sent: Tensor | None = None
+        self._row: Tensor | None = None
+        """Memory for the weights at a merge."""
+        sizes = [parameter.numel() for parameter in parameters]
+        self._codec = codec_for(averaging.compress, weights.dtype, sizes)
+        # Few bits go far when they describe the way from a point that every replica knows: the
+        # last average. A late one is measured from the point known when it was started.
+        relative = averaging.compress is not None and self.outer.sends == "weights"
+        self._known: Tensor | None = weights if relative else None
+        self._measured_from: dict[int, Tensor] = {}
+        self._moments = Moments(parameters, stage.optimizers, stage.index)
+        self._moments_sent: dict[int, list[MomentPlace]] = {}
+        """By the number of an average under way: an optimizer may keep more when it is merged."""
+
+    def start(self, version: int) -> list[Tensor]:
+        """What this replica contributes to an average that starts now."""
+        now = flatten(self._parameters)
+        part = self.outer.part(now)
+        self.started = version
+        self._sent = now if self._keep != self._progress else None
+        if self._known is not None:
+            self._measured_from[version] = self._known
+            part = part - self._known
+        parts = self._codec.encode(part)
+        if self._policy == "average":
+            self._moments_sent[version], moments = self._moments.parts()
+            parts += moments
+        return parts
+
+    def merge(self, number: int, gathered: Gathered | None) -> None:
+        """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
+        mean = None if gathered is None else self._mean_of(number, gathered)
+        moments = self._moments_sent.pop(number, []) if gathered is not None else []
+        self._row = now = flatten(self._parameters, self._row)
+        target = self.outer.target(mean, now)
+        if gathered is not None and not self.outer.sends_first:
+            self.started = None
+        if target is None:
+            return
+        write(self._merged(target, now), self._parameters)
+        if moments and gathered is not None:
+            sent = [parts[self._width :] for parts in gathered.parts]
+            self._moments.merge(moments, sent, self._keep)
+        elif self._policy == "reset":
+            for optimizer in self._stage.optimizers:
+                for parameter in self._parameters:
+                    optimizer.state.pop(parameter, None)
+
+    @property
+    def _width(self) -> int:
+        """How many of the parts on the wire are the weights."""
+        return 2 if isinstance(self._codec, Int8) else 1
+
+    def _mean_of(self, number: int, gathered: Gathered) -> Tensor:
+        rows = [self._codec.decode(parts[: self._width]) for parts in gathered.parts]
+        mean = mean_of(rows, gathered.replicas)
+        if self._known is not None:
+            mean = self._known = self._measured_from.pop(number) + mean
+        return mean
+
+    def _merged(self, target: Tensor, now: Tensor) -> Tensor:
+        """X + keep (x_sent - X) + progress (x - x_sent), written over ``now``.
+
+        Never over x_sent, which other replicas of this process may not have read yet.
+        """
+        if self._keep == self._progress == 0:
+            return target
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return now.sub_(target).mul_(self._keep).add_(target)
+        now.sub_(sent).mul_(self._progress)
+        return now.add_((sent - target).mul_(self._keep).add_(target))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "outer": _attributes(self.outer),
+            "codec": _attributes(self._codec),
+            "started": self.started,
+            "sent": self._sent,
+            "known": self._known,
+            "measured_from": dict(self._measured_from),
+            "moments_sent": {
+                number: [tuple(moment) for moment in sent]
+                for number, sent in self._moments_sent.items()
+            },
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        _set_attributes(self.outer, state["outer"])
+        _set_attributes(self._codec, state["codec"])
+        self.started, self._sent = state["started"], state["sent"]
+        self._known, self._measured_from = state["known"], state["measured_from"]
+        self._moments_sent = {
+            number: [MomentPlace(*moment) for moment in sent]
+            for number, sent in state["moments_sent"].items()
+        }
+
+    def settle(self) -> None:
+        weights = flatten(self._parameters)
+        self.outer.settle(weights)
+        self.started = self._sent = None
+        self._measured_from.clear()
+        self._moments_sent.clear()
+        if self._known is not None:
+            self._known = weights
+
+
+def _attributes(rule: object) -> dict[str, Any]:
+    """The numbers and tensors an outer rule or a codec goes by: all it knows."""
+    return {
+        name: value
+        for name, value in vars(rule).items()
+        if value is None or isinstance(value, bool | int | float | str | Tensor)
+    }
+
+
+def _set_attributes(rule: object, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(rule, name, value)
+
+
+def _refuse_sparse_only(averaging: Averaging, stage: Stage) -> None:
+    """Averaged gradients are rows of numbers, so all of them come back dense."""
+    if any(isinstance(optimizer, SparseAdam) for optimizer in stage.optimizers):
+        raise ConfigurationError(
+            f"{averaging.title} averages gradients, which makes them dense, and SparseAdam of stage"
+            f" {stage.index} takes sparse ones only. Use nn.Embedding(..., sparse=False) with Adam,"
+            " or an averaging of weights without warmup, such as LocalSGD(every=4)."
+        )
+
+
+def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:
+    """The stage's trainable parameters, layer i in fragment i modulo ``fragments``."""
+    trainable = [p for p in stage.parameters if p.requires_grad]
+    for parameter in trainable:
+        if parameter.is_complex():
+            raise ConfigurationError(
+                f"stage {stage.index} has complex weights: averages are taken of real numbers only."
+                " Hold them as pairs of real ones (torch.view_as_real)."
+            )
+    if fragments == 1 or not trainable:
+        return [trainable] if trainable else []
+    layers: list[list[nn.Parameter]] = []
+    seen: set[int] = set()
+    for module in (inner for outer in stage.modules for inner in outer.modules()):
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+        seen |= {id(p) for p in own}
+        if own:
+            layers.append(own)
+    if len(layers) < fragments:
+        raise ConfigurationError(
+            f"fragments={fragments}, but stage {stage.index} has {len(layers)} layers with weights:"
+            f" give at most {len(layers)}, or cut the model into fewer stages."
+        )
+    return [[p for layer in layers[f::fragments] for p in layer] for f in range(fragments)]
+
+
+def _gradients_of(parameters: Sequence[nn.Parameter], codec: Codec) -> list[Tensor]:
+    """All gradients in a row, and for each parameter whether it has one."""
+    row = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    return [*codec.encode(row), row.new_tensor([float(p.grad is not None) for p in parameters])]
+
+
+def _take_gradients(parameters: Sequence[nn.Parameter], codec: Codec, gathered: Gathered) -> None:
+    """The mean of all replicas' gradients; none where no replica has one."""
+    mean = mean_of([codec.decode(parts[:-1]) for parts in gathered.parts], gathered.replicas)
+    present = mean_of([parts[-1] for parts in gathered.parts], gathered.replicas).tolist()
+    for parameter, gradient, some in zip(
+        parameters, unflatten(mean, parameters), present, strict=True
+    ):
+        parameter.grad = gradient if some else None

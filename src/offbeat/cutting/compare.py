@@ -1,0 +1,226 @@
+"""Whether a cut computes what the whole model does: outputs, gradients and buffers compared.
+
+At the model's own weights first, since what a layer begins with its first batch must begin there,
+then at random ones, behind which nothing can hide.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from offbeat import nest
+from offbeat.cutting import blocks as trunk
+from offbeat.errors import ConfigurationError, OffbeatError
+from offbeat.nest import Nest
+from offbeat.stages.trial import outputs_of, untouched
+
+Loan = Callable[[], AbstractContextManager[None]]
+"""Lends a model random weights, or nothing where it does not run on them."""
+
+
+def compare_with_whole(
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, lent: Loan
+) -> None:
+    """Refuses stages that do not compute what the whole model does, and remember it alike."""
+    _refuse_other_outputs(model, stages, batch, name)
+    with lent():  # zeros at the start hide what is used
+        _refuse_other_outputs(model, stages, batch, name)
+        _refuse_other_gradients(model, stages, batch, name)
+    _refuse_shared_buffers(model, stages, batch)
+
+
+def _refuse_other_outputs(
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
+) -> None:
+    for training in (True, False):
+        with _mode(model, training):
+            wanted = outputs_of([trunk.Whole(model)], batch)[-1]
+            with worded(model, name):
+                found = outputs_of(stages, batch)[-1]
+        if not trunk.same_values(found, wanted):
+            raise ConfigurationError(
+                f"cut at {name}, this {type(model).__name__} computes something else than in one"
+                f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
+            )
+
+
+def _refuse_other_gradients(
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
+) -> None:
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    try:
+        with _mode(model, training=True):
+            whole, cut = (_gradients(m, batch, trained) for m in ([trunk.Whole(model)], stages))
+    except Exception:  # reentrant checkpoints cannot be asked, and memory may not suffice for it
+        return
+    other = _other_gradient(whole, cut)
+    if other is not None:
+        raise ConfigurationError(
+            f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"
+            f" gradient than in one piece: {_UNSEEN}"
+        )
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    with trunk.modes_kept(model):
+        trunk.set_mode(model, training=training)
+        yield
+
+
+@contextmanager
+def worded(model: nn.Module, name: str) -> Iterator[None]:
+    """Gives words to whatever the pieces of a model raise and the whole does not."""
+    try:
+        yield
+    except OffbeatError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"cut at {name}, this {type(model).__name__} fails where it does not in one piece"
+            f" ({type(error).__name__}: {error}). Pass a list of modules, one per stage."
+        ) from error
+
+
+_UNSEEN = (
+    "a later part uses something of an earlier one that cannot be seen from outside. Pass a list of"
+    " modules, one per stage."
+)
+
+
+def loan_for(model: nn.Module, batch: Nest) -> Loan:
+    """Lends random weights to a model that runs on them; to another nothing."""
+    whole = [trunk.Whole(model)]
+    outputs_of(whole, batch)  # what begins with the first batch begins at the model's own weights
+    try:
+        with _random_weights(model):
+            for training in (True, False):
+                with _mode(model, training):
+                    outputs_of(whole, batch)
+    except Exception:  # whatever a model may ask of its weights
+        return nullcontext
+    return partial(_random_weights, model)
+
+
+@contextmanager
+def _random_weights(model: nn.Module) -> Iterator[None]:
+    """Lends a model weights of which none is zero or like another, and puts its own back.
+
+    What a model computes at its own may hide what it is: a head that begins at zero makes all that
+    comes before look unused. Signs and sizes stay, so that what runs on its own weights runs on
+    these; the generators of others are left alone.
+    """
+    # Kept on the host: the device may have no room for the weights twice.
+    own = [
+        (p.data, p.detach().to("cpu", copy=True))
+        for p in model.parameters()
+        if not is_lazy(p) and (p.is_floating_point() or p.is_complex())
+    ]
+    try:
+        for number, (values, _) in enumerate(own):
+            generator = torch.Generator(values.device).manual_seed(number)
+            noise = torch.empty(values.shape, device=values.device)
+            noise.uniform_(-1, 1, generator=generator)
+            inputs = values[0].numel() if values.dim() > 1 and len(values) else 1
+            small = 0.2 * max(1, inputs) ** -0.5  # so that deep models do not overflow
+            # Through .data: to graphs of the caller's this is no change.
+            values.copy_(torch.where(values == 0, small * noise, values * (1 + noise / 2)))
+        yield
+    finally:
+        for values, kept in own:
+            values.copy_(kept)
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """What is kept of a gradient to compare it: all of them, twice, would take much memory."""
+
+    norm: float
+    projection: float
+    """On a random direction: it differs where gradients of one norm do."""
+    rounding: float
+
+
+_NO_GRADIENT = _Gradient(0.0, 0.0, 0.0)
+
+
+def _gradients(
+    modules: Sequence[nn.Module], batch: Nest, trained: dict[str, nn.Parameter]
+) -> dict[str, _Gradient]:
+    """The gradient of some function of all outputs, by name; none where it is not connected."""
+    value = nest.replace(batch, lambda t: t.clone())
+    with untouched(modules), torch.enable_grad():
+        for module in modules:
+            value = module(value)
+        outputs = [tensor for tensor in nest.tensors(value) if tensor.requires_grad]
+        if not outputs or not trained:
+            return {}
+        found = torch.autograd.grad(
+            outputs,
+            list(trained.values()),
+            # Unlike for each element, since the sum of a normalised output says nothing.
+            [torch.linspace(1, 2, t.numel()).to(t).view(t.shape) for t in outputs],
+            allow_unused=True,
+        )
+    return {
+        name: _summary(gradient.to_dense(), seed)
+        for seed, (name, gradient) in enumerate(zip(trained, found, strict=True))
+        if gradient is not None
+    }
+
+
+def _summary(gradient: Tensor, seed: int) -> _Gradient:
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    wide = torch.promote_types(values.dtype, torch.float32)
+    generator = torch.Generator(values.device).manual_seed(seed)
+    direction = torch.empty(values.shape, dtype=wide, device=values.device)
+    direction.uniform_(-1, 1, generator=generator)
+    return _Gradient(
+        norm=float(torch.linalg.vector_norm(values, dtype=wide)),
+        projection=float(direction.mul_(values).sum()),
+        rounding=torch.finfo(values.dtype).eps,
+    )
+
+
+def _other_gradient(whole: dict[str, _Gradient], cut: dict[str, _Gradient]) -> str | None:
+    """The first parameter whose gradients differ by more than the order of additions explains."""
+    norms = [gradient.norm for gradient in whole.values()]
+    largest = max(filter(isfinite, norms), default=0.0)
+    for name in {**whole, **cut}:
+        one, other = whole.get(name, _NO_GRADIENT), cut.get(name, _NO_GRADIENT)
+        rounding = max(one.rounding, other.rounding)
+        allowed = rounding**0.5 * one.norm + 100 * rounding * largest
+        apart = max(abs(one.norm - other.norm), abs(one.projection - other.projection))
+        if isfinite(one.norm) and not apart <= allowed:
+            return name
+    return None
+
+
+def _refuse_shared_buffers(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> None:
+    """What a forward of training writes belongs to one stage; what it reads, to any number."""
+    holders: dict[int, list[int]] = {}
+    for stage, module in enumerate(stages):
+        for buffer in module.buffers():
+            holders.setdefault(id(buffer), []).append(stage)
+    shared = {n: b for n, b in model.named_buffers() if len(holders.get(id(b), ())) > 1}
+    if not shared:
+        return
+    with untouched([model]), _mode(model, training=True):
+        before = {name: buffer.clone() for name, buffer in shared.items()}
+        trunk.call(model, nest.replace(batch, lambda t: t.clone()))
+        for name, buffer in shared.items():
+            if model.get_buffer(name) is buffer and trunk.same_values(buffer, before[name]):
+                continue
+            *others, last = holders[id(buffer)]
+            raise ConfigurationError(
+                f"buffer {name!r} of this {type(model).__name__} is written in training and lies in"
+                f" stages {', '.join(map(str, others))} and {last}: stages write their own, so what"
+                " one writes the others do not see. Give each stage a buffer of its own, or cut so"
+                " that all its uses fall into one stage."
+            )

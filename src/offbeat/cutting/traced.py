@@ -1,0 +1,219 @@
+"""Any other model: traced by PyTorch's own tools and split where a named module begins.
+
+``torch.distributed.pipelining.pipeline`` records a forward (``torch.export``) and cuts the record.
+Parameters stay the model's own. A record is either of training or of evaluation, so there are two,
+and the model's mode decides which one runs; modules that are frozen in evaluation stay so in both.
+What a later stage needs of an earlier one than its neighbour travels through the stages in between.
+Records are of one shape; another is refused.
+"""
+
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from offbeat import nest
+from offbeat.cutting.blocks import modes_kept, set_mode
+from offbeat.errors import ConfigurationError, StageError, other_shape
+from offbeat.nest import Nest
+
+_INPUT = "x"
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """Paths at which a stage could begin: children, and those of nn.Sequentials among them."""
+    found: list[str] = []
+    for name, child in model.named_children():
+        inner = candidates(child) if isinstance(child, nn.Sequential) else []
+        found += [f"{name}.{path}" for path in inner] or [name]
+    return found
+
+
+def check_paths(model: nn.Module, paths: Sequence[str]) -> None:
+    """Refuses a path that leads nowhere."""
+    known = dict(model.named_modules())
+    for path in paths:
+        if not isinstance(path, str) or path not in known or not path:
+            near = ", ".join(candidates(model)[:8])
+            raise ConfigurationError(
+                f"cuts: {path!r} is not a module of this {type(model).__name__}. A stage begins at"
+                f" the path of a module, such as {near}."
+            )
+
+
+def traced_stages(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
+    """The stages of a model split where the modules at ``paths`` are called."""
+    records = []
+    modes: list[list[bool]] = []
+    for training in (True, False):
+        with modes_kept(model):
+            set_mode(model, training=training)
+            modes.append([module.training for module in model.modules()])
+            records.append(_record(model, paths, x))
+    return [_Stage(model, modes, *both) for both in zip(*records, strict=True)]
+
+
+def _record(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
+    settings = x if isinstance(x, dict) else {}
+    marked = [model.get_submodule(path) for path in paths]
+    before = [dict(module.__dict__) for module in marked]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its own deprecations
+            pipe = pipeline(
+                model,
+                () if settings else (x,),
+                settings,
+                split_spec=dict.fromkeys(paths, SplitPoint.BEGINNING),
+            )
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigurationError(
+            f"torch.export cannot record this {type(model).__name__}: {reason}. Pass a list of"
+            " modules, one per stage."
+        ) from error
+    finally:  # torch marks the split in the modules' own forward and leaves it there
+        for module, attributes in zip(marked, before, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+    if pipe.num_stages != len(paths) + 1:
+        raise ConfigurationError(
+            f"cuts={list(paths)} make {pipe.num_stages} stages in the order in which the modules"
+            " are called: give each path once, in that order."
+        )
+    _refuse_shared(model, pipe)
+    return _route(pipe, list(settings))
+
+
+def _refuse_shared(model: nn.Module, pipe: Any) -> None:
+    """One parameter in two stages would be trained by both; torch has made copies of it."""
+    for users in pipe.replicated_params:
+        stages = sorted(int(part.rpartition("_")[2]) for part in users)
+        name = next(iter(users.values()))
+        frozen = not model.get_parameter(name).requires_grad
+        raise ConfigurationError(
+            f"parameter {name!r} of this {type(model).__name__} is used in"
+            f" stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}: stages update their own"
+            " weights, so one parameter cannot belong to two. Untie it, or cut so that all its uses"
+            f" fall into one stage{', or, if it is never trained, make it a buffer' * frozen}."
+        )
+
+
+class _Stage(nn.Module):
+    """A stage's record of training and the one of evaluation, over the same weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modes: Sequence[Sequence[bool]],
+        training: nn.Module,
+        evaluation: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.in_training, self.in_evaluation = training, evaluation
+        # Not children: the model decides the mode and lends its weights.
+        self._modules_of_model = tuple(model.modules())
+        self._modes = [list(of_record) for of_record in modes]
+
+    def forward(self, given: Nest) -> Nest:
+        training = self._modules_of_model[0].training
+        recorded = self._modes[0 if training else 1]
+        if [module.training for module in self._modules_of_model] != recorded:
+            self._refuse_modes(recorded)
+        return (self.in_training if training else self.in_evaluation)(given)
+
+    def _refuse_modes(self, recorded: Sequence[bool]) -> None:
+        named = self._modules_of_model[0].named_modules()
+        name, now = next(
+            (name, module.training)
+            for (name, module), was in zip(named, recorded, strict=True)
+            if module.training != was
+        )
+        modes = "training", "evaluation"
+        raise StageError(
+            f"module {name!r} is in {modes[not now]} and was recorded in {modes[now]}: a traced"
+            " model keeps the modes that its modules had at the first batch. Put it back with"
+            f" .{'eval' if now else 'train'}(), or make a new Trainer."
+        )
+
+
+def _route(pipe: Any, names: Sequence[str]) -> list[nn.Module]:
+    """Reads off the recorded graph what every stage takes, and from whom."""
+    calls: list[tuple[nn.Module, list[str], str]] = []
+    result = ""
+    whence: dict[str, str] = {}
+    for node in pipe.split_gm.graph.nodes:
+        if node.op == "placeholder":
+            whence[node.name] = f"{_INPUT}.{node.name}" if names else _INPUT
+        elif node.op == "call_module":
+            module = pipe.split_gm.get_submodule(node.target)
+            calls.append((module, [whence[a.name] for a in node.args], node.name))
+            whence[node.name] = node.name
+        elif node.target is operator.getitem:
+            whence[node.name] = f"{whence[node.args[0].name]}.{node.args[1]}"
+        elif node.op == "output":
+            value = node.args[0]
+            value = value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
+            if isinstance(value, (tuple, list)):
+                raise ConfigurationError(
+                    "a traced model must return one tensor or one stage's output as it is; this one"
+                    " collects outputs of several stages. Pass a list of modules, one per stage."
+                )
+            result = whence[value.name]
+    wanted_later = [
+        {take for _, takes, _ in calls[k + 1 :] for take in takes} for k in range(len(calls))
+    ]
+    return [
+        _Traced(module, takes, gives, keep, None if k < len(calls) - 1 else result)
+        for k, ((module, takes, gives), keep) in enumerate(zip(calls, wanted_later, strict=True))
+    ]
+
+
+class _Traced(nn.Module):
+    """One recorded stage: takes what it needs from the values under way, adds its own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        takes: Sequence[str],
+        gives: str,
+        keep: set[str],
+        result: str | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._takes, self._gives, self._keep, self._result = list(takes), gives, keep, result
+        self._shapes: list[torch.Size] | None = None
+
+    def forward(self, given: Nest) -> Nest:
+        first = not (isinstance(given, dict) and "offbeat" in given)
+        values: dict[str, Any] = _named(_INPUT, given) if first else dict(given["offbeat"])
+        taken = [values[name] for name in self._takes]
+        self._check_shapes(taken)
+        values |= _named(self._gives, self.module(*taken))
+        if self._result is not None:
+            return values[self._result]
+        return {"offbeat": {name: v for name, v in values.items() if name in self._keep}}
+
+    def _check_shapes(self, taken: Nest) -> None:
+        shapes = [tensor.shape for tensor in nest.tensors(taken)]
+        if self._shapes is None:
+            self._shapes = shapes
+        if shapes != self._shapes:
+            pairs = zip(self._shapes, shapes, strict=True)
+            was, now = next((was, now) for was, now in pairs if was != now)
+            raise other_shape(was, now)
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    """A value, and the entries of one that has several, under the names the graph uses."""
+    found = {name: value}
+    if isinstance(value, dict):
+        found |= {f"{name}.{key}": part for key, part in value.items()}
+    elif isinstance(value, (tuple, list)):
+        found |= {f"{name}.{place}": part for place, part in enumerate(value)}
+    return found

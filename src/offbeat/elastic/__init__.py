@@ -1,0 +1,1 @@
+"""Replicas that die, and replicas that come back."""

@@ -1,0 +1,84 @@
+"""The launcher's part in a return: starts a dead replica's processes again."""
+
+import json
+import logging
+import subprocess
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+
+from offbeat.elastic.door import RESTARTS, RETURN, STAGES, VOID, returns_of
+
+log = logging.getLogger("offbeat")
+
+Child = subprocess.Popen[bytes]
+
+
+class Returns:
+    """Looks after the children that belong to replicas that may come back."""
+
+    def __init__(
+        self,
+        children: list[Child],
+        start: Callable[[int, dict[str, str]], Child],
+        store: Store,
+        left: int,
+    ) -> None:
+        """``children``: by rank; those that are started again take their predecessors' places."""
+        self._children, self._start = children, start
+        self._store = returns_of(store)
+        self._left = left
+        self._number = 0
+        self._stages = 0
+        self._waiting: range | None = None
+        """The ranks that were started again and have not joined yet."""
+
+    def look(self) -> None:
+        """Called again and again while any of the children runs."""
+        if self._waiting is not None:
+            self._look_after(self._waiting)
+        elif self._left:
+            self._look_for_dead()
+
+    def _look_for_dead(self) -> None:
+        if not self._stages:
+            if not self._store.check(["stages"]):
+                return  # nobody has come as far as to go on without another
+            self._stages = int(self._store.get("stages"))
+        running = [child.poll() is None for child in self._children]
+        for first in range(0, len(self._children), self._stages):
+            row = range(first, first + self._stages)
+            failed = any(self._children[rank].poll() not in (None, 0) for rank in row)
+            others = any(running[rank] for rank in range(len(running)) if rank not in row)
+            if failed and others and not any(running[rank] for rank in row):
+                self._start_again(row)
+                return
+
+    def _start_again(self, row: range) -> None:
+        self._left -= 1
+        self._number += 1
+        replica = row.start // self._stages
+        log.warning("replica %d has died: its processes are started again.", replica)
+        more = {RESTARTS: "1", RETURN: str(self._number), STAGES: str(self._stages)}
+        for rank in row:
+            stdin = self._children[rank].stdin
+            if stdin is not None:
+                stdin.close()
+            self._children[rank] = self._start(rank, more)
+        self._store.set(f"{self._number}/who", str(replica))
+        self._waiting = row
+
+    def _look_after(self, row: range) -> None:
+        keys = [f"{self._number}/joined/{stage}" for stage in range(self._stages)]
+        if self._store.check(keys):
+            self._waiting = None
+            return
+        others = [child for rank, child in enumerate(self._children) if rank not in row]
+        alone = all(child.poll() is not None for child in others)  # whom could they join?
+        if alone or any(self._children[rank].poll() is not None for rank in row):
+            for rank in row:  # a replica goes as a whole
+                self._children[rank].kill()
+        if all(self._children[rank].poll() is not None for rank in row):
+            # Unless the others have already agreed to let it in; then they will miss it.
+            self._store.compare_set(f"{self._number}/note", "", json.dumps(VOID))
+            self._waiting = None

@@ -1,0 +1,220 @@
+"""Averages among replicas of which any may die: the others go on with who is left.
+
+A collective of gloo breaks for everybody when one member dies. Here every pair of replicas has an
+edge of its own in each direction, and an average is complete when the parts of all are there. When
+a replica is lost, everyone left sends the others an *obituary*: who is dead, and what it still
+holds of them. An average that lacks a dead replica's part waits until all who are left have sent
+one for all the dead it knows of; then either the part has come with one, or nobody has it and it
+is left out. So all who are left decide alike, also about a round that was half sent.
+"""
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.elastic.door import Admission, Link
+from offbeat.transport.base import Gathered, Key
+from offbeat.transport.gloo import Incoming, Outgoing
+from offbeat.transport.wire import Arrival, Parcel, pack
+
+log = logging.getLogger("offbeat")
+
+_KEPT = 2
+"""Finished averages of one kind whose parts are kept: nobody is further behind than that."""
+
+
+class Survivors:
+    """One stage's edges to the same stage of the other replicas."""
+
+    def __init__(
+        self,
+        stage: int,
+        replica: int,
+        ranks: Sequence[int],
+        groups: dict[tuple[int, int], dist.ProcessGroup],
+        *,
+        device: torch.device,
+        deliver: Callable[[Key, Gathered], None],
+        declare_dead: Callable[[int], None],
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """``ranks``: of this stage in every replica. ``groups``: by (sender, receiver).
+
+        ``members``: whom a replica that has come back joins; it and they are named by their lives
+        (see :mod:`offbeat.elastic.door`), which at the beginning are the replicas' numbers.
+        """
+        self._stage, self._replica = stage, replica
+        self._device, self._deliver_average = device, deliver
+        self._declare_dead = declare_dead
+        self._ranks = ranks
+        self._left = {*(range(len(ranks)) if members is None else members), replica}
+        self._dead: set[int] = set()
+        self._parts: dict[Key, dict[int, list[Tensor]]] = defaultdict(dict)
+        self._sent_s: dict[Key, float] = {}
+        """The averages this replica has started and not completed."""
+        self._finished: dict[tuple[str, int], list[Key]] = defaultdict(list)
+        self._heard: dict[int, set[int]] = {other: set() for other in self._others()}
+        """Whose death each of the others has told us of."""
+        self._lock = threading.RLock()
+        self.closing = False
+        self.joined = members is None
+        """False while this replica comes back: whoever leaves it then may just be done."""
+        self.helpers: list[threading.Thread] = []
+        """Threads that end when this is closed."""
+        self.welcomes: dict[int, Tensor] = {}
+        """What the others have given to this replica, if it has come back."""
+        self._out: dict[int, Outgoing] = {}
+        self._in: dict[int, Incoming] = {}
+        for other in self._others():
+            self._connect(other, groups[replica, other], groups[other, replica])
+
+    def _connect(self, other: int, outgoing: Any, incoming: Any) -> None:
+        lost, arrived = partial(self._lost, other), partial(self._arrived, other)
+        rank = self._ranks[other % len(self._ranks)]
+        self._out[other] = Outgoing(rank, outgoing, lost)
+        self._in[other] = Incoming(rank, incoming, None, arrived, lost)
+        self._out[other].start()
+        self._in[other].start()
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return [*self._out.values(), *self._in.values(), *self.helpers]
+
+    def _others(self) -> list[int]:
+        return sorted(self._left - {self._replica})
+
+    # ---------------------------------------------------------------- averages
+
+    def gather(self, key: Key, parts: Sequence[Tensor]) -> None:
+        rows = [part.detach().cpu().contiguous() for part in parts]
+        with self._lock:
+            self._sent_s[key] = time.perf_counter()
+            self._parts[key][self._replica] = rows
+            for other in self._others():
+                self._out[other].parcels.put(pack(key, rows))
+            self._complete(key)
+
+    def _complete(self, key: Key) -> None:
+        """Hands an average over once every part is here, or known to be nowhere."""
+        found = self._parts[key]
+        told = all(self._heard[other] >= self._dead for other in self._others())
+        if key not in self._sent_s or self._left - found.keys() or not told:
+            return
+        replicas = sorted(found, key=lambda life: life % len(self._ranks))
+        in_order = [[part.to(self._device) for part in found[r]] for r in replicas]
+        sent_s = self._sent_s.pop(key)
+        self._deliver_average(key, Gathered(in_order, sent_s, time.perf_counter(), len(in_order)))
+        finished = self._finished[key.what, key.source]
+        finished.append(key)
+        while len(finished) > _KEPT:
+            self._parts.pop(finished.pop(0), None)
+
+    # ---------------------------------------------------------------- losses
+
+    def _lost(self, replica: int, _peer: int, error: RuntimeError | OSError) -> None:
+        with self._lock:
+            if self.closing or replica in self._dead:
+                return
+            if self.joined:
+                self._declare_dead(replica)
+            self._left.discard(replica)
+            self._dead.add(replica)
+            log.warning(
+                "stage %d: replica %d is gone (%s). Averages go on over who is left: replica %s.",
+                self._stage,
+                replica % len(self._ranks),
+                str(error).splitlines()[0],
+                self._names(),
+            )
+            obituary = self._obituary()
+            for other in self._others():
+                self._out[other].parcels.put(obituary)
+            self._complete_all()
+
+    def _names(self) -> str:
+        return ", ".join(
+            str(replica) for replica in sorted(r % len(self._ranks) for r in self._left)
+        )
+
+    def _obituary(self) -> Parcel:
+        return pack(Key("obituary", self._stage, len(self._dead)), self._estate())
+
+    def _estate(self) -> dict[str, Any]:
+        """Who is dead, and all that is held of them."""
+        held = [
+            [list(key), replica, parts]
+            for key, found in self._parts.items()
+            for replica, parts in found.items()
+            if replica in self._dead
+        ]
+        return {"dead": sorted(self._dead), "held": held}
+
+    def _arrived(self, sender: int, arrival: Arrival) -> None:
+        message = arrival.message(torch.device("cpu"))
+        with self._lock:
+            if arrival.key.what == "welcome":
+                self.welcomes[sender] = message
+            elif arrival.key.what == "obituary":
+                self._heard[sender] |= set(message["dead"])
+                for words, replica, parts in message["held"]:
+                    self._parts[Key(*words)].setdefault(replica, parts)
+                self._complete_all()
+            else:
+                self._parts[arrival.key][sender] = message
+                self._complete(arrival.key)
+
+    def _complete_all(self) -> None:
+        for key in list(self._sent_s):
+            self._complete(key)
+
+    # ---------------------------------------------------------------- returns
+
+    def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
+        """Lets in a replica that has come back; from now on averages wait for its part."""
+        with self._lock:
+            # All who are left have agreed on these members: earlier deaths are settled.
+            self._dead &= set(admission.members)
+            self._left.add(admission.life)
+            self._heard[admission.life] = set()
+            self._connect(admission.life, link.outgoing, link.incoming)
+            parcels = self._out[admission.life].parcels
+            parcels.put(pack(Key("welcome", self._stage, admission.step), gift))
+            if self._dead:
+                parcels.put(self._obituary())
+            self.say_who_is_back(admission)
+
+    def say_who_is_back(self, admission: Admission) -> None:
+        log.warning(
+            "stage %d: replica %d is back and joins at step %d. Averages go on over replica %s.",
+            self._stage,
+            admission.life % len(self._ranks),
+            admission.step,
+            self._names(),
+        )
+
+    def has_lost(self, life: int) -> bool:
+        with self._lock:
+            return life not in self._left
+
+    def gifts(self) -> list[Tensor] | None:
+        """What those who are left have given, in their order; None while something is missing."""
+        with self._lock:
+            if any(other not in self.welcomes for other in self._others()):
+                return None
+            # A member that died after giving has given the same.
+            return [self.welcomes[life] for life in sorted(self.welcomes)]
+
+    def close(self) -> None:
+        with self._lock:
+            if not self.closing:
+                self.closing = True
+                for outgoing in self._out.values():
+                    outgoing.parcels.put(None)

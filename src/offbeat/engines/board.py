@@ -1,0 +1,291 @@
+"""Small notes between processes, kept in the launcher's own store."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from offbeat.elastic.door import RESTARTS, root_store
+from offbeat.errors import WorkerLost
+from offbeat.transport.gloo import Edges
+
+_POLL_S = 0.5
+_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.02
+_T = TypeVar("_T")
+NOTICED_S = 4 * _POLL_S
+"""Within which every process has surely seen a note."""
+
+LOST = object()
+"""In place of the value of a process that died."""
+_STORE_GONE = (
+    "the launcher's store cannot be reached any more: the process that holds it (torchrun's agent,"
+    " or rank 0) has ended; its own output says why."
+)
+_GIVEN_UP = (
+    "the other replicas have lost the connection to this one and go on without it: another of its"
+    " processes has ended, or the network between them broke."
+)
+
+
+class Notes:
+    """Facts told and heard over a connection of its own: nobody waits for one who has died.
+
+    For threads beside the worker's, and for moments at which another process may well be dying.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, row: int | None, gone: str) -> None:
+        """``row``: as for :class:`Board`. ``gone``: where a process says that it will not come."""
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._rank, self._size, self._row, self._gone = rank, size, row, gone
+
+    def tell(self, name: str, value: Any) -> None:
+        self._store.set(f"notes/{name}/{self._rank}", json.dumps(value))
+
+    def hear(
+        self, name: str, ranks: Sequence[int] | None, given_up: Callable[[], bool]
+    ) -> list[Any]:
+        """The values of some ranks, or of all; None for those who have died without telling theirs.
+
+        All who are left hear the same. Only when ``given_up`` ends the wait, because this process
+        ends or has waited too long, None is just for whoever is missing.
+        """
+        everyone = range(self._size) if ranks is None else ranks
+        keys = {rank: f"notes/{name}/{rank}" for rank in everyone}
+        missing = self._missing(keys)
+        while not all(map(self._died, missing)):
+            if self._store.check([self._gone]) or given_up():
+                return self._values(keys, self._missing(keys))
+            time.sleep(_PAUSE_S)
+            missing = self._missing(keys)
+        if self._row is not None:
+            # What is left of a dying replica may still speak: the first who concludes does for all.
+            words = self._store.compare_set(f"notes/{name}/missing", "", json.dumps(missing))
+            missing = json.loads(words)
+        return self._values(keys, missing)
+
+    def _missing(self, keys: dict[int, str]) -> list[int]:
+        if self._store.check(list(keys.values())):
+            return []
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
+
+    def _values(self, keys: dict[int, str], missing: list[int]) -> list[Any]:
+        return [
+            None if rank in missing else json.loads(self._store.get(key))
+            for rank, key in keys.items()
+        ]
+
+    def _died(self, rank: int) -> bool:
+        return self._row is not None and self._store.check([f"dead/{rank // self._row}"])
+
+
+class Board:
+    """Facts to compare, and urgent notes that a thread looks out for: failure, stall, stop."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        name: str,
+        timeout_s: float,
+        row: int | None = None,
+        life: int | None = None,
+    ) -> None:
+        """``timeout_s``: how long to wait for another process's value.
+
+        ``row``: how many processes make a replica, where one may die without the others.
+
+        ``life``: of a replica that has come back (see :mod:`offbeat.elastic.door`).
+        """
+        store = dist.distributed_c10d._get_default_store()
+        if RESTARTS in os.environ:  # the default store of a replica that came back is its own
+            store = root_store()
+        self._store = PrefixStore(f"offbeat/{name}", store)
+        self._rank, self._size = rank, size
+        self._row = row
+        own = life if life is not None or row is None else rank // row
+        self._timeout_s = timeout_s
+        self._failure = "failure" if own is None else f"failure/{own}"
+        self._gone = "gone" if own is None else f"gone/{own}"
+        self._given_up = "" if own is None else f"dead/{own}"
+        self._again = "" if life is None else f"/{life}"
+        self._counts: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._edges: Edges | None = None
+        self.stop_at: int | None = None
+        """The step after which somebody asked all processes to stop."""
+
+    def exchange(self, name: str, value: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The values of all ranks, or of some; :data:`LOST` for a dead replica's."""
+        count = self._counts[name] = self._counts.get(name, -1) + 1
+        everyone = range(self._size) if ranks is None else ranks
+        try:
+            self._store.set(f"{name}/{count}/{self._rank}{self._again}", json.dumps(value))
+            return [self._read(name, f"{name}/{count}/{rank}", rank) for rank in everyone]
+        except WorkerLost:
+            raise
+        except RuntimeError as error:
+            raise WorkerLost(_STORE_GONE) from error
+
+    def _read(self, name: str, key: str, rank: int) -> Any:
+        own = self._row is not None and rank // self._row == self._rank // self._row
+        if own:  # and not of those who were here before this replica came back
+            key += self._again
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = _PAUSE_S
+        while not self._store.check([key]):
+            if own and self._store.check([self._given_up]):
+                raise WorkerLost(_GIVEN_UP)
+            if self._row is not None and not own and self.is_dead(rank // self._row):
+                return LOST
+            if (failure := self.failure()) is not None:  # first: a broken connection may follow
+                raise failure
+            if self._edges is not None and self._edges.failure is not None:
+                raise self._edges.failure
+            if time.monotonic() > deadline:
+                raise WorkerLost(
+                    f"rank {self._rank} has waited {self._timeout_s:g} s"
+                    f" (timeout={self._timeout_s:g}) for {name!r} from rank {rank}: that process"
+                    " has died, or it does something else. Its own output says what; if all it"
+                    " needs is time, give the trainer a longer timeout. What is read from all"
+                    " processes (ledger, readings, updates, memory(), state_dict(), evaluate())"
+                    " must be read by all: under 'if trainer.rank == 0' belongs only what is done"
+                    " with it."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return json.loads(self._store.get(key))
+
+    def declare_dead(self, life: int) -> None:
+        """For all to see, the replica itself included, should it be alive somewhere."""
+        with suppress(RuntimeError):  # without the store this process ends too, and says why
+            self._store.set(f"dead/{life}", str(self._rank))
+
+    def is_dead(self, life: int) -> bool:
+        return bool(self._store.check([f"dead/{life}"]))
+
+    def say_gone(self, why: str, lost: int | None) -> WorkerLost | None:
+        """Ends every wait of those who cannot go on without this process, which ends now.
+
+        Not all of them have a connection to it that would break: without this they would notice
+        only at the next average, and might wait for each other until then.
+
+        ``lost``: the rank to which its connection broke. Returns what came first, if that happened
+        in another process, and is not the same loss seen from there.
+        """
+        note = json.dumps([self._rank, why, lost])
+
+        def say() -> WorkerLost | None:
+            _, _, lost_first = json.loads(self._store.compare_set(self._gone, "", note))
+            same = lost_first == lost and not self._store.check([self._failure])
+            return None if same else self.failure()
+
+        return _answer(say)
+
+    def notes(self) -> Notes:
+        return Notes(self._store, self._rank, self._size, self._row, self._gone)
+
+    def report(self, text: str) -> None:
+        # Only the first report counts: what follows it is a consequence.
+        note = json.dumps([self._rank, text])
+        _answer(lambda: self._store.compare_set(self._failure, "", note))
+
+    def failure(self, store: Store | None = None) -> WorkerLost | None:
+        """Why this process cannot go on, if another has said so: its error, or just its end."""
+        store = store or self._store
+        ended = store.check([self._gone])  # asked first: whoever ends has reported its error before
+        if store.check([self._failure]):
+            key, words = self._failure, "failed first"
+        elif ended:
+            key, words = self._gone, "has ended"
+        else:
+            return None
+        rank, text, *_ = json.loads(store.get(key))
+        return None if rank == self._rank else WorkerLost(f"rank {rank} {words}:\n{text}")
+
+    def ask_to_stop(self, step: int) -> None:
+        """Only the first request counts; the others read it within moments."""
+        self._store.compare_set("stop", "", str(step))
+
+    def watch(self, edges: Edges) -> None:
+        self._edges = edges
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="offbeat-board")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def join(self) -> None:
+        self._thread.join(4 * _POLL_S)
+
+    def _watch(self) -> None:
+        store: Store = self._store.clone()  # type: ignore[attr-defined]
+        assert self._edges is not None
+        while not self._stop.wait(_POLL_S):
+            try:
+                if self._given_up and store.check([self._given_up]):
+                    self._edges.fail(WorkerLost(_GIVEN_UP))
+                    return
+                if (failure := self.failure(store)) is not None:
+                    self._edges.fail(failure)
+                    return
+                self.look_for_stop(store)
+                if store.check(["stalled"]):
+                    self._edges.fail(
+                        WorkerLost(f"another process waited too long:\n  {self._tell_waits(store)}")
+                    )
+                    return
+            except RuntimeError:  # the store's host has gone: so has everything else
+                self._edges.fail(WorkerLost(_STORE_GONE))
+                return
+
+    def look_for_stop(self, store: Store | None = None) -> None:
+        store = store or self._store
+        if self.stop_at is None and store.check(["stop"]):
+            self.stop_at = int(store.get("stop"))
+
+    def everyone_waits_for(self) -> str:
+        """Asks all processes what they wait for."""
+
+        def ask() -> str:
+            self._store.set("stalled", "yes")
+            return self._tell_waits(self._store)
+
+        silent = "the launcher's store does not answer: the process that holds it is frozen or gone"
+        return _answer(ask) or silent
+
+    def _tell_waits(self, store: Store) -> str:
+        assert self._edges is not None
+        store.set(f"waits/{self._rank}", f"rank {self._rank}: {self._edges.waits_for()}")
+        deadline = time.monotonic() + 4 * _POLL_S
+        keys = [f"waits/{rank}" for rank in range(self._size)]
+        while not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lines = [
+            store.get(key).decode() if store.check([key]) else f"rank {rank}: no answer"
+            for rank, key in enumerate(keys)
+        ]
+        return "\n  ".join(lines)
+
+
+def _answer(ask: Callable[[], _T]) -> _T | None:
+    """What the launcher's store says; None if it has gone, or says nothing for some seconds.
+
+    For a process that ends: a request to a store whose process is frozen would never return.
+    """
+    answers: list[_T] = []
+
+    def try_to_ask() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=try_to_ask, daemon=True, name="offbeat-last-words")
+    thread.start()
+    thread.join(2 * NOTICED_S)
+    return answers[0] if answers else None

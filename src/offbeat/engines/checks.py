@@ -1,0 +1,410 @@
+"""What a trainer refuses, and in which words."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from offbeat import nest
+from offbeat.averaging import AllReduce, Averaging, EagerDiLoCo, averaging_named
+from offbeat.corrections import Correction, Monitor, correction_named
+from offbeat.cutting.cut import Cut, Model
+from offbeat.errors import BatchError, ConfigurationError, other_shape, unknown
+from offbeat.guards import Guards
+from offbeat.methods import Asynchronous, Method, method_named
+from offbeat.methods.auto import Auto, Plan, plan_for
+from offbeat.methods.base import require_count
+from offbeat.nest import Nest
+from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
+from offbeat.schedules.schedule import Schedule
+from offbeat.stages.stage import Loss
+from offbeat.stages.versions import overlapping
+
+_MOST_REPLICAS = 4096
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def plan_of(
+    method: Method | Auto | str, stages: int, optimizer: OptimizerFactory, model: Model
+) -> Plan | None:
+    """What "auto" comes to; None where a method was named."""
+    if isinstance(method, str) and method.strip().lower() == "auto":
+        method = Auto()
+    if not isinstance(method, Auto):
+        return None
+    roots = [model] if isinstance(model, nn.Module) else model
+    batch_norm = any(isinstance(m, _BATCH_NORMS) for root in roots for m in root.modules())
+    parameters = list(dict.fromkeys(p for root in roots for p in root.parameters()))
+    kind = kind_of(optimizer, parameters)
+    return plan_for(stages, kind, method, batch_norm=batch_norm)
+
+
+def checked_method(method: Method | Auto | str) -> Method:
+    if isinstance(method, str):
+        return method_named(method)
+    if not isinstance(method, Method):
+        raise ConfigurationError(
+            f"method={method!r}: give an object such as StaleWeights(), or its name as a string."
+        )
+    return method
+
+
+def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correction, ...]:
+    """The corrections as objects, each kind once."""
+    if isinstance(corrections, str | Correction):
+        raise ConfigurationError(
+            f"corrections={corrections!r}: give a list, as in corrections=[{corrections!r}]."
+        )
+    made = tuple(correction_named(c) if isinstance(c, str) else c for c in corrections)
+    for correction in made:
+        if not isinstance(correction, Correction):
+            raise ConfigurationError(
+                f"corrections={corrections!r}: give objects from offbeat.corrections, such as"
+                " Predict(), or their names."
+            )
+        if sum(other.name == correction.name for other in made) > 1:
+            raise ConfigurationError(f"corrections: {correction.name} is there twice: give one.")
+    return made
+
+
+def check_corrections_fit(
+    corrections: Sequence[Correction], method: Method, schedule: Schedule
+) -> None:
+    """Refuses what a method with lag would make pointless."""
+    if any(schedule.lags):
+        reads_old = any(map(schedule.kept_versions, range(schedule.stages)))
+        for correction in corrections:
+            correction.check_rule(method.rule, reads_old_versions=reads_old)
+
+
+def checked_monitor(monitor: Monitor | None) -> Monitor | None:
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise ConfigurationError(
+            f"monitor={monitor!r}: give Monitor() from offbeat.corrections, or None."
+        )
+    return monitor
+
+
+def check_probe(monitor: Monitor | None, schedule: Schedule) -> None:
+    if monitor is None or not monitor.probe:
+        raise ConfigurationError(
+            "probe() compares with weights that forwards have read, and these are kept only for a"
+            " Trainer(monitor=Monitor(probe=True))."
+        )
+    if schedule.local_losses:
+        raise ConfigurationError(
+            "probe() under DGL: every stage has a loss of its own and no lag, so there is nothing"
+            " stale to compare."
+        )
+
+
+def checked_replicas(replicas: int, averaging: Averaging | str | None) -> Averaging | None:
+    """How replicas are kept together; None where there is one and nobody asked."""
+    require_count("replicas", replicas)
+    if replicas > _MOST_REPLICAS:
+        raise ConfigurationError(
+            f"replicas={replicas}: each is a copy of the whole model, so give at most"
+            f" {_MOST_REPLICAS}."
+        )
+    if isinstance(averaging, str):
+        averaging = averaging_named(averaging)
+    if averaging is not None and not isinstance(averaging, Averaging):
+        raise ConfigurationError(
+            f"averaging={averaging!r}: give an object such as DaSGD(every=4, delay=1) from"
+            " offbeat.averaging, or the name of one that needs no settings."
+        )
+    return AllReduce() if averaging is None and replicas > 1 else averaging
+
+
+def outlives(when_replica_dies: str, averaging: Averaging | None) -> bool:
+    """Whether replicas go on without one that dies."""
+    if when_replica_dies not in ("stop", "go on"):
+        raise unknown("when_replica_dies", when_replica_dies, ("stop", "go on"))
+    if when_replica_dies == "stop":
+        return False
+    if averaging is None:
+        raise ConfigurationError(
+            "when_replica_dies='go on' with one replica leaves nobody: give replicas=2 or more, or"
+            " leave it out."
+        )
+    if not averaging.exact or isinstance(averaging, EagerDiLoCo):
+        raise ConfigurationError(
+            f"when_replica_dies='go on' with {averaging}: its sums are made for a fixed number of"
+            " replicas. Take exact=True and another averaging, for example DaSGD or DiLoCo."
+        )
+    return True
+
+
+def checked_optimizer(optimizer: OptimizerFactory) -> OptimizerFactory:
+    if not callable(optimizer):
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}: every stage makes its own, so give a"
+            " function, as in optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+        )
+    return optimizer
+
+
+def checked_scheduler(scheduler: SchedulerFactory | None) -> SchedulerFactory | None:
+    if scheduler is not None and not callable(scheduler):
+        raise ConfigurationError(
+            f"scheduler is a {type(scheduler).__name__}: every stage makes its own, so give a"
+            " function, as in scheduler=lambda optimizer: StepLR(optimizer, step_size=30)."
+        )
+    return scheduler
+
+
+def warn_of_one_stage(method: Method, stages: int, asked: bool) -> None:
+    """Staleness needs stages: without any, an asynchronous method is plain training."""
+    if stages == 1 and not asked and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
+        warnings.warn(
+            f"{method.title} over one stage is plain training: say how many stages, as in stages=4"
+            " (stages=1 if you mean one).",
+            stacklevel=3,
+        )
+
+
+def warn_of_idle_corrections(
+    corrections: Sequence[Correction], schedules: Sequence[Schedule]
+) -> None:
+    """Without lag there is nothing to correct, and whoever gives a correction expects some."""
+    if corrections and not any(lag for schedule in schedules for lag in schedule.lags):
+        names = ", ".join(correction.name for correction in corrections)
+        warnings.warn(
+            f"corrections={names}: no stage lags here, so nothing is corrected. Give a method with"
+            " lag and two stages or more, or leave them out.",
+            stacklevel=3,
+        )
+
+
+def refuse_overlapping(cut: Cut, *, in_turn: bool, copied: bool) -> None:
+    """Of the whole model, so that all processes refuse alike; a stage looks at its own.
+
+    ``in_turn``: one process runs all stages, without lag. ``copied``: it has several replicas.
+    """
+    at = {id(p): stage for stage, m in enumerate(cut.modules()) for p in m.parameters()}
+    parameters = dict(cut.model.named_parameters())
+    for names in overlapping(parameters.items()):
+        stages = [at[id(parameters[n])] for n in names if id(parameters[n]) in at]
+        if len(set(stages)) > 1 and not in_turn:
+            why = f"stages {' and '.join(map(str, stages))} update their own weights"
+        elif copied:
+            why = "replicas are copies, in which each has memory of its own"
+        else:
+            continue
+        raise ConfigurationError(
+            f"{names[0]!r} and {names[1]!r} are two parameters in the same memory, and {why}, so"
+            " that an update of one would no longer reach the other. Give each its own:"
+            " nn.Parameter(view.clone()). If they are to be one weight, assign one nn.Parameter to"
+            " both modules, and cut so that both fall into one stage."
+        )
+
+
+def check_loader(loader: object) -> None:
+    if isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader):
+        raise BatchError("evaluate() takes a loader of (x, y) pairs; for one batch give [(x, y)].")
+
+
+def checked_loss(loss: Loss) -> Loss:
+    if not callable(loss):
+        raise ConfigurationError(f"loss={loss!r}: give a function loss(output, target).")
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise ConfigurationError(
+            "the loss has parameters of its own, which no stage would train: put them into the last"
+            " stage."
+        )
+    return loss
+
+
+def checked_clip(clip: float | None) -> float | None:
+    number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
+    if clip is not None and not (number and clip > 0):
+        raise ConfigurationError(f"clip={clip!r}: give a positive norm, or None for no clipping.")
+    return clip
+
+
+_LONGEST_S = 1e8
+
+
+def checked_timeout(seconds: float) -> float:
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds <= _LONGEST_S:
+        raise ConfigurationError(
+            f"timeout={seconds!r}: give seconds, above 0 and at most {_LONGEST_S:g}."
+        )
+    return seconds
+
+
+def checked_guards(
+    guards: Guards | None, schedules: Sequence[Schedule], method: Method
+) -> Guards | None:
+    if guards is not None and not isinstance(guards, Guards):
+        raise ConfigurationError(
+            f"guards={guards!r}: give an object, as in guards=offbeat.Guards(nonfinite='skip')."
+        )
+    if guards is not None:
+        guards.check(schedules, method)
+    return guards
+
+
+def checked_autocast(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype not in (None, torch.bfloat16):
+        raise ConfigurationError(
+            f"autocast={dtype}: only torch.bfloat16 is supported; float16 needs loss scaling, which"
+            " no stale pipeline can share."
+        )
+    return dtype
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model."""
+    places = {t.device for t in [*model.parameters(), *model.buffers()]}
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"the model lies on {', '.join(sorted(map(str, places)))}: in one process all stages"
+            " share one device. Move it with model.to(...)."
+        )
+    return places.pop() if places else torch.device("cpu")
+
+
+def check_devices(batch: Nest, device: torch.device) -> None:
+    for tensor in nest.tensors(batch):
+        if tensor.device != device:
+            raise BatchError(
+                f"the batch is on {tensor.device}, the model on {device}: move one of them, for"
+                f" example x.to({str(device)!r})."
+            )
+
+
+def check_outside_autocast(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise BatchError(
+            "step() was called inside torch.autocast, whose weight cache would outlive an update."
+            " Leave the context and give Trainer(autocast=torch.bfloat16)."
+        )
+
+
+def check_rows(batch: Nest, parts: int, method: Method, *, by_auto: bool) -> None:
+    """Whether a batch can be split into micro-batches; tensors of x and y are split alike."""
+    rows = rows_of(batch)
+    if rows < parts:
+        instead = f"method=Auto(batch={rows})" if by_auto else "lower accumulate or micro_batches"
+        raise BatchError(
+            f"a batch of {rows} rows cannot make {parts} micro-batches for {method}: give at least"
+            f" {parts} rows, or {instead}. The batch was not started."
+        )
+    if parts > 1:
+        uneven = {t.size(0) if t.dim() else 0 for t in nest.tensors(batch)} - {rows}
+        if uneven:
+            raise BatchError(
+                f"x has {rows} rows and another tensor of the batch {min(uneven)}: to split a batch"
+                " into micro-batches all tensors of x and y need the same first size."
+            )
+
+
+def warn_of_small_parts(batch: Nest, parts: int, plan: Plan) -> None:
+    """Of a first batch whose size "auto" did not know."""
+    rows = rows_of(batch) if nest.tensors(batch) else 0
+    if parts > 1 and rows and rows // parts < plan.least_rows:
+        warnings.warn(
+            f"auto: a batch of {rows} rows in {parts} parts leaves {rows // parts} in a part, where"
+            f" it would keep at least {plan.least_rows}. Give method=Auto(batch={rows}).",
+            stacklevel=3,
+        )
+
+
+def check_traced_shapes(pieces: Sequence[Nest], traced: Nest) -> None:
+    """``traced``: what the model was recorded for; None before that."""
+    wanted = _shapes_of(pieces[0] if traced is None else traced)
+    for piece in pieces:
+        for was, now in zip(wanted, _shapes_of(piece), strict=True):
+            if was != now:
+                raise other_shape(was, now)
+
+
+def _shapes_of(batch: Nest) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in nest.tensors(batch)]
+
+
+def rows_of(batch: Nest) -> int:
+    first = nest.tensors(batch)[0]
+    return first.size(0) if first.dim() else 1
+
+
+def checksum_of(values: Nest) -> int:
+    """A number that tells two batches apart: every byte of every tensor, in order."""
+    checksum = 0
+    for tensor in nest.tensors(values):
+        flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
+        checksum = crc32(flat.view(torch.uint8).numpy().data, checksum)
+    return checksum
+
+
+def chosen_engine(engine: str | None, launched: bool) -> str:
+    """The engine asked for, or the one the script was started for."""
+    if engine not in (None, "serial", "processes", "streams"):
+        raise unknown("engine", engine, ("serial", "processes", "streams"))
+    if engine == "streams" and launched:
+        raise ConfigurationError(
+            "engine='streams' runs all stages in one process, and torchrun has started several:"
+            " start the script with python, or leave out engine."
+        )
+    if engine == "processes" and not launched:
+        raise ConfigurationError(
+            "engine='processes' needs one process per stage: start the script with"
+            " torchrun --nproc-per-node K, or use offbeat.launch."
+        )
+    return engine or ("processes" if launched else "serial")
+
+
+def check_streams(
+    device: torch.device, replicas: int, averaging: Averaging | None, guards: Guards | None
+) -> None:
+    """Whether all stages can run side by side on one GPU."""
+    if device.type != "cuda":
+        found = "there is one" if torch.cuda.is_available() else "torch finds none here"
+        raise ConfigurationError(
+            f"engine='streams' runs stages side by side on a CUDA GPU ({found}), but the model is"
+            f" on {device}: move it with model.to('cuda'), or use engine='serial'."
+        )
+    if averaging is not None:
+        raise ConfigurationError(
+            f"engine='streams' with replicas={replicas} and {averaging}: one GPU trains one"
+            " replica. Use engine='serial' or one process per replica."
+        )
+    if guards is not None and guards.drops:
+        raise ConfigurationError(
+            f"engine='streams' with nonfinite={guards.nonfinite!r}: recordings know where weights"
+            " and statistics lie, and these would be put elsewhere. Use nonfinite='stop' or"
+            " 'warn', or engine='serial'."
+        )
+
+
+def check_balance(balance: str, engine: str, cut: Cut) -> None:
+    """Whether stages can be cut by measured time."""
+    if balance not in ("counted", "measured"):
+        raise unknown("balance", balance, ("counted", "measured"))
+    if balance == "counted":
+        return
+    if engine == "processes":
+        raise ConfigurationError(
+            "balance='measured' under processes: each would measure other times and cut elsewhere."
+            " Measure in one process, print trainer.cuts and give them as cuts=."
+        )
+    if cut.paths is not None:
+        raise ConfigurationError(
+            f"balance='measured': the parts of this {type(cut.model).__name__}, which is traced,"
+            " cannot be run alone. Leave out balance, or give cuts=."
+        )
+
+
+def check_compile(compile: bool, autocast: torch.dtype | None, methods: Iterable[Method]) -> None:
+    """Compiled code may keep a cast of a weight where no hook can see that it is one."""
+    for method in methods:
+        if compile and autocast is not None and method.rule == "current":
+            raise ConfigurationError(
+                f"compile=True with autocast={autocast} under {method}: its backward promises the"
+                " newest weights, and compiled code may have kept casts of older ones. Use"
+                " backward='stash' or backward='recompute'."
+            )

@@ -1,0 +1,63 @@
+"""Scoring: loss and accuracy over a loader, added up batch by batch."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from offbeat import nest
+from offbeat.engines.checks import rows_of
+from offbeat.errors import BatchError
+from offbeat.nest import Nest
+from offbeat.stages.stage import Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Means over all rows; ``accuracy`` where the targets are class numbers."""
+
+    loss: float
+    accuracy: float | None
+    rows: int
+
+
+class Score:
+    """Adds up batches; losses are computed in ``context``, as those of training are."""
+
+    def __init__(self, loss: Loss, context: Callable[[], AbstractContextManager[object]]) -> None:
+        self._loss = loss
+        self._context = context
+        self._total = 0.0
+        self._rows = 0
+        self._hits: int | None = 0
+
+    def add(self, output: Nest, target: Nest) -> None:
+        # An output may begin with a tensor that has no rows, such as a loss of its own.
+        rows = rows_of([tensor for tensor in nest.tensors([output, target]) if tensor.dim()])
+        hits = _hits(output, target)
+        with self._context():
+            self._total += float(self._loss(output, target)) * rows
+        self._rows += rows
+        self._hits = None if hits is None or self._hits is None else self._hits + hits
+
+    def result(self) -> Evaluation:
+        if not self._rows:
+            raise BatchError("evaluate() got an empty loader: give at least one (x, y).")
+        return Evaluation(
+            loss=self._total / self._rows,
+            accuracy=None if self._hits is None else self._hits / self._rows,
+            rows=self._rows,
+        )
+
+
+def _hits(output: Nest, target: Nest) -> int | None:
+    """Rows whose largest output is at the target, if the target is a class number per row."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return None
+    whole = not target.is_floating_point() and not target.is_complex()
+    if not whole or output.dim() != 2 or target.dim() != 1 or len(output) != len(target):
+        return None
+    if output.size(1) == 1:  # one number for two classes: where it parts them only the loss knows
+        return None
+    return int((output.argmax(1) == target).sum())

@@ -1,0 +1,159 @@
+"""The streams engine: all stages in one process, each in a lane of its own on one GPU."""
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat import nest
+from offbeat.engines.worker import Worker, run_in_turn
+from offbeat.records.ledger import Event, Ledger
+from offbeat.stages.lanes import Instant, Lane, current_stream, marked
+from offbeat.transport.base import Key
+from offbeat.transport.memory import Memory
+
+_QUEUES = 8
+"""How many streams a GPU keeps apart unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
+_UNSETTLED = 8192
+"""Entries of which the times are still on the GPU, before the oldest are asked for."""
+_AT_ONCE = 256
+"""So many of them: what takes the CPU longer than the GPU has work queued leaves it idle."""
+
+
+class Streams:
+    """The lanes of a trainer: what runs in them, and the order between them and the caller."""
+
+    def __init__(self, stages: int, device: torch.device, ledger: Ledger) -> None:
+        queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES))
+        if stages > queues:
+            warnings.warn(
+                f"{stages} stages share {queues} hardware queues of the GPU and wait for each"
+                " other there: set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first use of CUDA.",
+                stacklevel=3,
+            )
+        self.lanes: list[tuple[Lane, Lane]] = []
+        for _ in range(stages):
+            lane = Lane(device)
+            # Forward and backward go side by side where that leaves every lane its own queue.
+            self.lanes.append((lane, Lane(device) if 2 * stages <= queues else lane))
+        self.ledger = LateLedger(ledger, self.lanes[-1][0])
+        self.transport = LaneMemory()
+        self._ahead: deque[Instant] = deque()
+
+    def run(self, workers: Sequence[Worker]) -> None:
+        """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
+        with self.lanes[0][0].from_caller():
+            run_in_turn(workers)
+        self._ahead.append(self.lanes[-1][0].now())
+        # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
+        if len(self._ahead) > 2 * len(self.lanes) + 2:
+            self._ahead.popleft().event.synchronize()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Lets the caller's own stream see all work queued so far, and lanes what it does."""
+        lanes = list(chain.from_iterable(self.lanes))
+        for lane in lanes:
+            lane.caller_waits()
+        try:
+            yield
+        finally:
+            for lane in lanes:
+                lane.wait_for_caller()
+
+
+class LaneMemory(Memory):
+    """Messages between lanes: a reference, and the instant from which it may be read."""
+
+    def send(self, key: Key, message: Any) -> None:
+        super().send(key, (message, current_stream().record_event()))
+
+    def receive(self, key: Key) -> Any:
+        message, ready = super().receive(key)
+        stream = current_stream()
+        stream.wait_event(ready)
+        for tensor in nest.tensors(message):
+            if not hasattr(tensor, "awaits"):  # memory of a slot is never given back
+                tensor.record_stream(stream)
+        return message
+
+    def waiting(self, stage: int) -> dict[Key, Any]:
+        return {key: message for key, (message, _) in super().waiting(stage).items()}
+
+
+class _Late(NamedTuple):
+    """What the ledger will get, and when all of it is on the host."""
+
+    kind: Event
+    stage: int
+    batch: int
+    version: int
+    start: Instant
+    end: Instant
+    loss: Tensor | None
+    replica: int
+    landed: Instant
+
+
+class LateLedger:
+    """Entries whose times and losses are still on the GPU; they reach the ledger together."""
+
+    def __init__(self, ledger: Ledger, lane: Lane) -> None:
+        self._ledger = ledger
+        self._rows: deque[_Late] = deque()
+        self._host: Tensor | None = None
+        self._sent = 0
+        self._zero = lane.now()
+        self._zero_s = perf_counter()
+
+    def record(
+        self,
+        kind: Event,
+        stage: int,
+        batch: int,
+        version: int,
+        start: Instant,
+        end: Instant,
+        loss: Tensor | None = None,
+        replica: int = 0,
+    ) -> None:
+        landed = end
+        if loss is not None and loss.is_cuda:
+            loss = self._sent_to_host(loss)
+            landed = marked()
+        self._rows.append(_Late(kind, stage, batch, version, start, end, loss, replica, landed))
+        if len(self._rows) >= _UNSETTLED:
+            self.settle(_AT_ONCE)
+
+    def _sent_to_host(self, loss: Tensor) -> Tensor:
+        """Sent off now: asked for later, it would come after all that its lane holds by then."""
+        if self._host is None or self._host.dtype != loss.dtype:
+            self.settle()
+            # At once for all: to get such memory makes the GPU wait.
+            self._host = torch.empty(_UNSETTLED, dtype=loss.dtype, pin_memory=True)
+        place = self._host[self._sent % _UNSETTLED]
+        self._sent += 1
+        return place.copy_(loss.detach(), non_blocking=True)
+
+    def settle(self, count: int | None = None) -> None:
+        """Moves the oldest entries, by default all, to the ledger, waiting for them if need be."""
+        rows = [self._rows.popleft() for _ in range(len(self._rows) if count is None else count)]
+        if not rows:
+            return
+        # Those of one kind and stage come one after the other: the last of each stands for all.
+        for row in {(row.kind, row.stage): row for row in rows}.values():
+            row.landed.event.synchronize()
+        for kind, stage, batch, version, start, end, loss, replica, _ in rows:
+            start_s = self._zero_s + start.seconds_after(self._zero)
+            end_s = self._zero_s + end.seconds_after(self._zero)
+            self._ledger.record(kind, stage, batch, version, start_s, end_s, loss, replica)
+        # Times are 32-bit floats on the device: a new zero keeps them exact in long runs.
+        self._zero_s = end_s
+        self._zero = end

@@ -1,0 +1,327 @@
+"""The only interpreter of schedules: walks a stage's actions, moves messages, writes the ledger."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from offbeat.averaging.averager import Averager, Task
+from offbeat.errors import BatchError, Deadlock
+from offbeat.faults import Faults
+from offbeat.guards import Guard, Updates
+from offbeat.nest import Nest
+from offbeat.records.ledger import Event
+from offbeat.schedules.schedule import Schedule
+from offbeat.schedules.table import Action, Kind
+from offbeat.stages.stage import Stage
+from offbeat.transport.base import Key, Transport
+
+
+class Target(NamedTuple):
+    """What a stage with a loss needs beside the activation."""
+
+    values: Nest
+    scale: float = 1.0
+    """Factor on the loss's gradient."""
+    share: float = 1.0
+    """This micro-batch's share of its batch's rows: its weight in the reported loss."""
+    checksum: int | None = None
+    """Of the batch's targets, to compare with what stage 0 was fed."""
+
+
+class Book(Protocol):
+    """Where a worker writes down what it did; times are readings of its clock."""
+
+    def record(
+        self,
+        kind: Event,
+        stage: int,
+        batch: int,
+        version: int,
+        start: Any,
+        end: Any,
+        loss: Any = None,
+        replica: int = 0,
+        /,
+    ) -> None: ...
+
+
+class Worker:
+    """Carries out the actions of one stage, in the order they are appended.
+
+    ``listeners`` are the stages that are told every loss; ``clock`` is what the ledger's times are
+    read from.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        stages: int,
+        transport: Transport,
+        ledger: Book,
+        *,
+        clip: float | None = None,
+        faults: Faults | None = None,
+        averager: Averager | None = None,
+        guard: Guard | None = None,
+        listeners: Sequence[int] | None = None,
+        clock: Callable[[], Any] = perf_counter,
+    ) -> None:
+        self.stage = stage
+        self.averager = averager
+        self.guard = guard or Guard(None, stage, {}, Updates())
+        self.transport = transport
+        self.pending: deque[Action | Task] = deque()
+        self.step = 0
+        """The trainer's step that the pending actions belong to."""
+        self._index = stage.index
+        self._stages = stages
+        self._ledger = ledger
+        self._clip = clip
+        self._faults = faults
+        self._listeners = range(stages) if listeners is None else listeners
+        self._clock = clock
+        self._first_batch = self._first_update = 0
+
+    def begin(self, schedule: Schedule, first_batch: int, first_update: int | None = None) -> None:
+        """Starts a fill: the schedule's numbers count from here, or from the update given."""
+        self._first_batch = first_batch
+        self._first_update = self.stage.version if first_update is None else first_update
+        self._local_losses = schedule.local_losses
+        self._clips_globally = schedule.synchronous
+        self.guard.begin(schedule.micro_batches)
+
+    @property
+    def began_at(self) -> tuple[int, int]:
+        """The batch and the update from which the present fill counts."""
+        return self._first_batch, self._first_update
+
+    @property
+    def is_last(self) -> bool:
+        return self._index == self._stages - 1
+
+    @property
+    def _has_loss(self) -> bool:
+        return self.is_last or self._local_losses
+
+    def needs(self, action: Action | Task) -> list[Key]:
+        """The messages an action waits for."""
+        if isinstance(action, Task):
+            assert self.averager is not None
+            return self.averager.needs(action)
+        k, batch = self._index, self._first_batch + action.batch
+        if action.kind == "F":
+            keys = [Key("activation", k, batch)]
+            return [*keys, Key("target", k, batch)] if self._has_loss else keys
+        if action.kind == "B":
+            return [] if self._has_loss else [Key("gradient", k, batch)]
+        return self._norm_keys(action)
+
+    def _norm_keys(self, update: Action) -> list[Key]:
+        if (self._clip is None and not self.guard.agrees) or not self._clips_globally:
+            return []
+        number = self._first_update + update.batch
+        return [Key("norms", self._index, number, source=other) for other in self._others()]
+
+    def _others(self) -> list[int]:
+        return [k for k in range(self._stages) if k != self._index]
+
+    def ready(self) -> bool:
+        """Whether the next action, if there is one, has all its messages."""
+        return bool(self.pending) and all(map(self.transport.arrived, self.needs(self.pending[0])))
+
+    def advance(self) -> None:
+        """Carries out the next action, waiting for its messages if need be."""
+        action = self.pending.popleft()
+        try:
+            if isinstance(action, Task):
+                self._average(action)
+                return
+            if self._faults is not None:
+                first = self._first_update if action.kind == "U" else self._first_batch
+                self._faults.before(Action(self._index, action.kind, first + action.batch))
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "B":
+                self._backward(action)
+            else:
+                self._update(action)
+        except Exception as error:
+            error.add_note(f"offbeat: this happened at {action} (stage, action, batch).")
+            raise
+
+    def _forward(self, action: Action) -> None:
+        received = [self.transport.receive(key) for key in self.needs(action)]
+        given, checksum = received[0]
+        target = received[1] if self._has_loss else Target(None)
+        if self.is_last:
+            _compare_checksums(checksum, target.checksum)
+        start, began = self._clock(), perf_counter()
+        batch = self._first_batch + action.batch
+        version = None if action.version is None else self._first_update + action.version
+        read = self.stage.version if version is None else version
+        output, loss = self.stage.forward(
+            batch, given, target.values, scale=target.scale, version=version
+        )
+        self._slow_down(perf_counter() - began)
+        end = self._clock()
+        if not self.is_last:
+            self.transport.send(Key("activation", self._index + 1, batch), (output, checksum))
+        elif loss is not None:
+            term = loss if target.share == 1.0 else loss * target.share
+            for stage in self._listeners:
+                self.transport.send(Key("loss", stage, batch, self._index), term)
+        self._record("F", batch, read, start, end, loss)
+        self.guard.forwarded(batch, read, loss)
+
+    def _backward(self, action: Action) -> None:
+        batch = self._first_batch + action.batch
+        began = perf_counter()
+        self.stage.prepare(batch)
+        prepared = perf_counter() - began
+        received = [self.transport.receive(key) for key in self.needs(action)]
+        start, began = self._clock(), perf_counter()
+        gradients: list[Tensor | None] = self.stage.backward(batch, received[0] if received else [])
+        self._slow_down(prepared + perf_counter() - began)
+        end = self._clock()
+        if self._index > 0 and not self._local_losses:
+            self.transport.send(Key("gradient", self._index - 1, batch), gradients)
+        self._record("B", batch, self.stage.version, start - prepared, end)
+        self.guard.backwarded(batch)
+        if self.pending and self.pending[0].kind == "U":
+            self._do_first([] if self.averager is None else self.averager.before_update())
+            self._send_norms()
+
+    def _slow_down(self, elapsed_s: float) -> None:
+        if self._faults is not None:
+            self._faults.after(self._index, self.step, elapsed_s)
+
+    def _do_first(self, tasks: Sequence[Task]) -> None:
+        self.pending.extendleft(reversed(tasks))
+
+    def _average(self, task: Task) -> None:
+        assert self.averager is not None
+        self.averager.carry_out(task)
+        self._send_norms()
+
+    def _send_norms(self) -> None:
+        """Tells the other stages the gradients' norms, if an update comes next and clips by all."""
+        update = self.pending[0] if self.pending else None
+        if not isinstance(update, Action) or update.kind != "U":
+            return
+        keys = self._norm_keys(update)
+        if keys:
+            norms = self.stage.gradient_norms()
+            for key in keys:
+                self.transport.send(Key("norms", key.source, key.batch, self._index), norms)
+
+    def _update(self, action: Action) -> None:
+        received = [self.transport.receive(key) for key in self.needs(action)]
+        start = self._clock()
+        number = self._first_update + action.batch
+        if received or self.guard.looks:
+            received.insert(self._index if received else 0, self.stage.gradient_norms())
+        applies = self.guard.before_update(number, received)
+        if self._clip is not None:
+            self.stage.clip(self._clip, received or None)
+        self.stage.update()
+        if not applies:
+            self.guard.after_drop()
+        self._record("U", number, self.stage.version, start, self._clock())
+        if self.averager is not None:
+            self._do_first(self.averager.after_update())
+
+    def _record(
+        self,
+        kind: Kind,
+        number: int,
+        version: int,
+        start: Any,
+        end: Any,
+        loss: Tensor | None = None,
+    ) -> None:
+        stage = self.stage
+        self._ledger.record(kind, stage.index, number, version, start, end, loss, stage.replica)
+
+    def predict(self, number: int, x: Nest, state: dict[str, Tensor]) -> Nest:
+        """Runs the stage in evaluation; returns the output at the last one, None elsewhere."""
+        given = x
+        if self._index > 0:
+            given = self.transport.receive(Key("evaluation", self._index, number))
+        output = self.stage.predict(given, state)
+        if self.is_last:
+            return output
+        self.transport.send(Key("evaluation", self._index + 1, number), output)
+        return None
+
+
+def _compare_checksums(of_inputs: int | None, of_targets: int | None) -> None:
+    if of_inputs is not None and of_targets is not None and of_inputs != of_targets:
+        raise BatchError(
+            f"the first and the last stage were fed different batches (checksums of the targets"
+            f" {of_inputs:08x} and {of_targets:08x}), so labels would be wrong. Give every process"
+            " the same loader in the same order: seed its shuffling alike, for example with"
+            " DataLoader(..., generator=torch.Generator().manual_seed(0))."
+        )
+
+
+Choose = Callable[[Sequence[Worker]], Worker]
+
+
+def updates_last(ready: Sequence[Worker]) -> Worker:
+    """Forwards, then backwards, then updates: an error leaves as few weights moved as can be.
+
+    Deep stages go first: what the last ones have just computed is still in the cache.
+    """
+    return min(ready, key=lambda w: ("FBUSM".index(w.pending[0].kind), -w.stage.index))
+
+
+def shuffled(seed: int) -> Choose:
+    """Any ready worker: the order between stages must not matter, and tests check that."""
+    return random.Random(seed).choice
+
+
+def run_together(workers: Iterable[Worker], choose: Choose = updates_last) -> None:
+    """Runs all workers in this process until none has anything left to do."""
+    workers = list(workers)
+    while ready := [worker for worker in workers if worker.ready()]:
+        choose(ready).advance()
+    _refuse_stuck(workers)
+
+
+def run_in_turn(workers: Iterable[Worker]) -> None:
+    """Runs all workers, first stage first, each as far as it gets.
+
+    For stages that only queue their work: few questions asked, and the stages that others wait for
+    get the longest head start.
+    """
+    workers = list(workers)
+    moved = True
+    while moved:
+        moved = False
+        for worker in workers:
+            while worker.ready():
+                with worker.stage.entered(worker.pending[0].kind):
+                    worker.advance()
+                moved = True
+    _refuse_stuck(workers)
+
+
+def _refuse_stuck(workers: Iterable[Worker]) -> None:
+    stuck = [worker for worker in workers if worker.pending]
+    if stuck:
+        lines = [
+            f"worker {worker.stage.index} of replica {worker.stage.replica} waits at"
+            f" {worker.pending[0]} for {', '.join(map(str, worker.needs(worker.pending[0])))}"
+            for worker in stuck
+        ]
+        raise Deadlock("nobody can go on:\n  " + "\n  ".join(lines))
+
+
+def run_alone(worker: Worker) -> None:
+    """Runs the one worker of a process; the others run theirs, and messages keep them in step."""
+    while worker.pending:
+        worker.advance()

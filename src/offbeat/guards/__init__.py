@@ -1,0 +1,5 @@
+"""Guards: what becomes of an update that is not finite, or too old."""
+
+from offbeat.guards.guard import Guard, Guards, Outcome, Policy, Update, Updates
+
+__all__ = ["Guard", "Guards", "Outcome", "Policy", "Update", "Updates"]

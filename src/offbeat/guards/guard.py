@@ -1,0 +1,456 @@
+"""Guards: what becomes of a loss or gradient that is not finite, and how old a gradient may be.
+
+A guard sits before the update of one stage. In a stale pipeline that is the only place where
+something can still be held back without waiting for anybody: other stages meet the same batch
+updates earlier or later, and every one of them decides about its own.
+
+    policy       what happens to an update whose gradient is not finite
+    -----------  ------------------------------------------------------------------------------
+    warn         it is named in the log, and applied
+    stop         the run ends with an error that names it
+    skip         it is dropped: weights and optimizer state stay, and the update still counts
+    roll-back    it is dropped, and weights and optimizer state return to a copy some updates old
+
+A dropped update counts, so that versions, lags, averages and learning rates stay in step. Without
+lag all stages must agree, as plain training would skip the step of the whole model: they exchange
+the norms of their gradients, as clipping does.
+"""
+
+import logging
+import math
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.errors import ConfigurationError, GuardError, unknown
+from offbeat.methods.base import require_count
+from offbeat.schedules.schedule import Schedule
+from offbeat.stages.stage import Stage
+
+log = logging.getLogger("offbeat")
+
+Policy = Literal["warn", "stop", "skip", "roll-back"]
+Outcome = Literal["applied", "skipped", "rolled back"]
+_OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guards:
+    """What a trainer watches: ``Trainer(guards=Guards(nonfinite="skip", max_lag=4))``.
+
+    ``nonfinite``  what to do about a gradient whose norm is not finite: "warn", "stop", "skip" or
+                   "roll-back".
+    ``max_lag``    the most updates a gradient may be behind. A schedule that declares more is
+                   refused before the first step, and every update is measured.
+    ``every``      with "roll-back": updates between two copies of a stage's weights. It returns to
+                   the older of the last two, which at least so many finite updates have followed.
+    ``patience``   dropped updates in a row after which a run ends all the same.
+
+    The norm of every update's gradient, its lag and what became of it are in ``trainer.updates``.
+    On a GPU reading a norm waits for the update's gradient; without guards nothing does.
+    """
+
+    nonfinite: Policy = "stop"
+    max_lag: int | None = None
+    every: int = 50
+    patience: int = 20
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in get_args(Policy):
+            raise unknown("policy nonfinite", self.nonfinite, get_args(Policy))
+        require_count("every", self.every)
+        require_count("patience", self.patience)
+        lag = self.max_lag
+        if lag is not None and (not isinstance(lag, int) or isinstance(lag, bool) or lag < 0):
+            raise ConfigurationError(
+                f"max_lag={lag!r}: give a whole number of updates, 0 or more, or None for no bound."
+            )
+
+    @property
+    def drops(self) -> bool:
+        """Whether updates may be held back, about which stages without lag must agree."""
+        return self.nonfinite in ("skip", "roll-back")
+
+    def check(self, schedules: Sequence[Schedule], words: object) -> None:
+        """Refuses schedules that declare a lag above the bound."""
+        for schedule in schedules:
+            for stage, lag in enumerate(schedule.lags):
+                if self.max_lag is not None and lag > self.max_lag:
+                    raise ConfigurationError(
+                        f"max_lag={self.max_lag}, and {words} over {schedule.stages} stages has lag"
+                        f" {lag} at stage {stage}. Take fewer stages, more micro-batches per update"
+                        f" (accumulate=...) or another method, or allow max_lag={lag}."
+                    )
+
+
+class Update(NamedTuple):
+    """One update as a guard saw it."""
+
+    stage: int
+    update: int
+    lag: int
+    """The most updates that any gradient in it is behind."""
+    norm: float
+    """Of all gradients of the stage together, before clipping."""
+    outcome: Outcome
+    replica: int = 0
+
+
+class Updates:
+    """All updates of a run, as columns of plain numbers."""
+
+    def __init__(self) -> None:
+        # stage, update, lag, norm, outcome, replica
+        self._columns: list[array[Any]] = [array(kind) for kind in "iqqdbi"]
+
+    def record(self, update: Update) -> None:
+        values = update._replace(outcome=_OUTCOMES.index(update.outcome))  # type: ignore[arg-type]
+        for column, value in zip(self._columns, values, strict=True):
+            column.append(value)
+
+    def __repr__(self) -> str:
+        return f"Updates({len(self)})"
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __iter__(self) -> Iterator[Update]:
+        for stage, update, lag, norm, outcome, replica in zip(*self._columns, strict=True):
+            yield Update(stage, update, lag, norm, _OUTCOMES[outcome], replica)
+
+    def norms(self, stage: int, replica: int = 0) -> dict[int, float]:
+        """The gradient norm of every update of a stage."""
+        return {r.update: r.norm for r in self._of(stage, replica)}
+
+    def lags(self, stage: int, replica: int = 0) -> dict[int, int]:
+        """The lag of every update of a stage."""
+        return {r.update: r.lag for r in self._of(stage, replica)}
+
+    def dropped(self, stage: int, replica: int = 0) -> dict[int, Outcome]:
+        """The updates of a stage that were held back, and how."""
+        return {r.update: r.outcome for r in self._of(stage, replica) if r.outcome != "applied"}
+
+    def _of(self, stage: int, replica: int) -> Iterator[Update]:
+        return (r for r in self if (r.stage, r.replica) == (stage, replica))
+
+    def to_bytes(self) -> bytes:
+        return b"".join(column.tobytes() for column in self._columns)
+
+    def go_on_from(self, data: bytes) -> None:
+        """Takes what :meth:`to_bytes` gave in place of everything so far."""
+        for column in self._columns:
+            del column[:]
+        self.add_bytes(data)
+
+    def add_bytes(self, data: bytes) -> None:
+        """Appends what another process's :meth:`to_bytes` gave."""
+        count = len(data) // sum(column.itemsize for column in self._columns)
+        for column in self._columns:
+            size = count * column.itemsize
+            column.frombytes(data[:size])
+            data = data[size:]
+
+
+class Guard:
+    """Watches one stage of one replica; without ``guards`` only at losses that are read anyway."""
+
+    def __init__(
+        self, guards: Guards | None, stage: Stage, names: Mapping[int, str], updates: Updates
+    ) -> None:
+        """``names``: of the parameters in the unsplit model, by their id."""
+        self._guards = guards or Guards(nonfinite="warn")
+        self.looks = guards is not None
+        """Whether it looks at gradients."""
+        self.agrees = self.looks and self._guards.drops
+        """Whether it needs the norms of all stages where none lags."""
+        self._stage = stage
+        self._names = names
+        self._updates = updates
+        self._copies: deque[_Copy] = deque(maxlen=2 if self._rolls_back else 1)
+        self._part = "batch"
+        self._dropped_in_a_row = 0
+        self._warned = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Weights were loaded from elsewhere, and nothing is in flight."""
+        self._copies.clear()
+        self._read: dict[int, int] = {}
+        self._waiting: list[int] = []
+        self._dropped_in_a_row = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """All it remembers, as plain values and tensors."""
+        return {
+            "read": [list(pair) for pair in self._read.items()],
+            "waiting": list(self._waiting),
+            "dropped_in_a_row": self._dropped_in_a_row,
+            "warned": self._warned,
+            "copies": [copy.snapshot() for copy in self._copies],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.forget()
+        self._read.update(dict(state["read"]))
+        self._waiting = list(state["waiting"])
+        self._dropped_in_a_row, self._warned = state["dropped_in_a_row"], state["warned"]
+        for words in state["copies"]:
+            self._copies.append(_Copy(self._stage, None, whole=self._rolls_back))
+            self._copies[-1].restore(words)
+
+    # ---------------------------------------------------------------- told by the worker
+
+    def begin(self, micro_batches: int) -> None:
+        """The next forward is the first of a fill: nothing has touched the weights yet."""
+        self._part = "batch" if micro_batches == 1 else "micro-batch"
+        if self.agrees and not self._copies:
+            self._copies.append(_Copy(self._stage, None, whole=self._rolls_back))
+
+    def forwarded(self, batch: int, version: int, loss: Tensor | None) -> None:
+        if self.looks:
+            self._read[batch] = version
+        # Without guards nobody waits for a number that is still on a GPU.
+        if loss is not None and (self.looks or loss.device.type == "cpu"):
+            number = float(loss)
+            if not math.isfinite(number):
+                self._meet_loss(batch, version, number)
+
+    def backwarded(self, batch: int) -> None:
+        if self.looks:
+            self._waiting.append(batch)
+
+    def before_update(self, number: int, norms: Sequence[Tensor]) -> bool:
+        """Whether the gradients may be applied; if not, they are gone.
+
+        ``norms`` are those of all stages, in order, where all must agree, otherwise the own.
+        """
+        if not self.looks:
+            return True
+        stage, batches = self._stage, self._waiting
+        lag = max((stage.version - self._read.pop(batch) for batch in batches), default=0)
+        self._check_lag(number, batches, lag)
+        own = _together(norms[stage.index] if len(norms) > 1 else norms[0])
+        finite = math.isfinite(own) and all(math.isfinite(_together(other)) for other in norms)
+        outcome: Outcome = "applied"
+        if not finite and self._guards.drops:
+            outcome = "rolled back" if self._rolls_back else "skipped"
+        if not math.isfinite(own):
+            self._meet_gradient(number, batches, lag, outcome)
+        self._waiting = []
+        self._updates.record(Update(stage.index, number, lag, own, outcome, replica=stage.replica))
+        if outcome == "applied":
+            self._dropped_in_a_row = 0
+            due = not self._rolls_back or stage.version % self._guards.every == 0
+            if self.agrees and due and stage.version > self._copies[-1].version:
+                self._copies.append(_Copy(stage, self._copies[-1], whole=self._rolls_back))
+            return True
+        self._drop(number)
+        return False
+
+    def after_drop(self) -> None:
+        """The update has counted, without gradients: puts back what is to be put back."""
+        if self._rolls_back and len(self._copies) > 1:  # the newer may be what led here
+            self._copies.pop()
+        self._copies[-1].put_back()
+
+    # ---------------------------------------------------------------- deciding
+
+    @property
+    def _rolls_back(self) -> bool:
+        return self._guards.nonfinite == "roll-back"
+
+    def _drop(self, number: int) -> None:
+        self._stage.drop_gradients()
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= self._guards.patience:
+            raise GuardError(
+                f"stage {self._stage.index}: {self._dropped_in_a_row} updates in a row, up to"
+                f" update {number}, were not finite and were dropped"
+                f" (patience={self._guards.patience}), so this run learns nothing any more."
+                f" {_REMEDY}"
+            )
+
+    def _check_lag(self, number: int, batches: Sequence[int], lag: int) -> None:
+        bound = self._guards.max_lag
+        if bound is not None and lag > bound:
+            raise GuardError(
+                f"stage {self._stage.index}, update {number}: a gradient of {_batches(batches)} is"
+                f" {lag} updates behind, and max_lag={bound}. Its schedule declares less: check the"
+                " method's cycle with 'offbeat schedule', or raise max_lag."
+            )
+
+    def _meet_loss(self, batch: int, version: int, loss: float) -> None:
+        stage = self._stage
+        words = (
+            f"stage {stage.index}{_of_replica(stage)}: the loss of {self._part} {batch} is {loss},"
+            f" at version {version} of the weights."
+        )
+        if self.looks and self._guards.nonfinite == "stop":
+            raise GuardError(f"{words} {_REMEDY}")
+        if not self._warned and not self._guards.drops:  # those are named at their update
+            self._warned = True
+            advice = "" if self.looks else " Trainer(guards=offbeat.Guards()) stops at the first."
+            log.warning("%s Later ones are not named. %s%s", words, _REMEDY, advice)
+
+    def _meet_gradient(
+        self, number: int, batches: Sequence[int], lag: int, outcome: Outcome
+    ) -> None:
+        stage = self._stage
+        words = (
+            f"stage {stage.index}{_of_replica(stage)}, update {number}: the gradient of"
+            f" {_batches(batches)} (lag {lag}) is not finite: {self._culprit()}."
+        )
+        if self._guards.nonfinite == "stop":
+            raise GuardError(f"{words} {_REMEDY}")
+        done = {
+            "applied": "Applied all the same.",
+            "skipped": "Skipped.",
+            "rolled back": f"Rolled back to version {self._copies[0].version}."
+            if self._copies
+            else "",
+        }
+        log.warning("%s %s", words, done[outcome])
+
+    def _culprit(self) -> str:
+        """The first parameter whose gradient is not finite, and what is in it."""
+        bad = [p for p in self._stage.parameters if p.grad is not None and not _is_finite(p.grad)]
+        if not bad:
+            return "every number is, but their norm is too large for their type"
+        values = _values(bad[0].grad)
+        nans, others = int(values.isnan().sum()), int(values.isinf().sum())
+        found = [f"{n} {what}" for n, what in ((nans, "nan"), (others, "inf")) if n]
+        more = f", and {len(bad) - 1} parameters more" if len(bad) > 1 else ""
+        return f"{' and '.join(found)} of {values.numel()} in {self._name(bad[0])}{more}"
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        if id(parameter) in self._names:
+            return repr(self._names[id(parameter)])
+        places = [
+            name
+            for module in self._stage.modules
+            for name, own in module.named_parameters()
+            if own is parameter
+        ]
+        return f"{places[0]!r} of the stage's auxiliary head"
+
+
+_REMEDY = (
+    "Lower the learning rate, bound the gradients (clip=1.0) or the lag (fewer stages,"
+    " accumulate=...), and look whether the batch itself is finite;"
+    " Guards(nonfinite='skip') drops such updates, 'roll-back' also returns to older weights."
+)
+
+
+class _Copy:
+    """A stage at some version: its statistics and, if whole, all other buffers and what it learns.
+
+    Statistics are whatever can become not finite: nothing says which buffers a forward writes.
+    BatchNorm's are written without counting, those of a codebook often through ``.data``. So values
+    are compared, and what has not changed since the copy ``before`` is shared with it: most buffers
+    are tables and masks, which never change.
+    """
+
+    def __init__(self, stage: Stage, before: "_Copy | None", *, whole: bool) -> None:
+        self.version = stage.version
+        self._stage = stage
+        self._whole = whole
+        buffers = self._statistics()
+        if before is None:
+            self._buffers = [buffer.clone() for buffer in buffers]
+        else:
+            self._buffers = list(before._buffers)
+            changed = [n for n, b in enumerate(buffers) if not _equal(b, self._buffers[n])]
+            # A forward may have spoilt running statistics before its gradient is met here.
+            for n, finite in zip(changed, _finite([buffers[n] for n in changed]), strict=True):
+                if finite:
+                    self._buffers[n] = buffers[n].clone()
+        self._weights = [p.detach().clone() for p in stage.parameters] if whole else []
+        self._states = [
+            {parameter: deepcopy(state) for parameter, state in optimizer.state.items()}
+            for optimizer in (stage.optimizers if whole else ())
+        ]
+
+    def _statistics(self) -> list[Tensor]:
+        found = [b for module in self._stage.modules for b in module.buffers()]
+        return [b for b in found if self._whole or _values(b).is_floating_point()]
+
+    def snapshot(self) -> dict[str, Any]:
+        number = {id(p): n for n, p in enumerate(self._stage.parameters)}
+        return {
+            "version": self.version,
+            "buffers": list(self._buffers),
+            "weights": list(self._weights),
+            "states": [
+                [[number[id(parameter)], deepcopy(state)] for parameter, state in states.items()]
+                for states in self._states
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.version, self._buffers = state["version"], state["buffers"]
+        self._weights = state["weights"]
+        parameters = self._stage.parameters
+        self._states = [
+            {parameters[number]: of for number, of in states} for states in state["states"]
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        buffers = self._statistics()
+        for buffer, kept, finite in zip(buffers, self._buffers, _finite(buffers), strict=True):
+            if self._whole or not finite:
+                # Fresh memory: a graph in flight may still refer to the old.
+                buffer.data = kept.clone()
+        if not self._whole:
+            return
+        for parameter, weight in zip(self._stage.parameters, self._weights, strict=True):
+            parameter.copy_(weight)
+        for optimizer, states in zip(self._stage.optimizers, self._states, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update({p: deepcopy(state) for p, state in states.items()})
+
+
+def _together(norms: Tensor) -> float:
+    return float(torch.linalg.vector_norm(norms)) if norms.numel() else 0.0
+
+
+def _values(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _equal(buffer: Tensor, kept: Tensor) -> bool:
+    """Whether a buffer is known not to have changed: a GPU copies faster than it answers."""
+    return buffer.device.type == "cpu" and not buffer.is_sparse and torch.equal(buffer, kept)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    values = _values(tensor)
+    return not values.is_floating_point() or bool(torch.isfinite(values).all())
+
+
+def _finite(buffers: Sequence[Tensor]) -> list[bool]:
+    """Of each whether all its values are; asked at once, since a GPU lets every answer wait."""
+    asked = [n for n, buffer in enumerate(buffers) if _values(buffer).is_floating_point()]
+    found = [True] * len(buffers)
+    if asked:
+        whole = torch.stack([torch.isfinite(_values(buffers[n])).all() for n in asked])
+        for n, answer in zip(asked, whole.tolist(), strict=True):
+            found[n] = answer
+    return found
+
+
+def _batches(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"batch {numbers[0]}"
+    return f"micro-batches {', '.join(map(str, numbers))}" if numbers else "no batch"
+
+
+def _of_replica(stage: Stage) -> str:
+    return f" of replica {stage.replica}" if stage.replica else ""

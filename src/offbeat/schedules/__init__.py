@@ -1,0 +1,1 @@
+"""The order of work at every stage, as values; nothing here knows torch."""

@@ -1,0 +1,1 @@
+"""A slice of the model at work: its weight versions, micro-batches in flight and memory."""

@@ -1,0 +1,136 @@
+"""From a cut to workers: stages with their heads and optimizers."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from offbeat.errors import ConfigurationError
+from offbeat.methods import DGL, Method
+from offbeat.nest import Nest
+from offbeat.optimizers import OptimizerFactory, SchedulerFactory
+from offbeat.rng import seed_for, seeded
+from offbeat.stages.heads import default_head
+from offbeat.stages.lanes import Lane
+from offbeat.stages.recorded import GraphStage
+from offbeat.stages.stage import Loss, Stage
+from offbeat.stages.trial import outputs_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every stage of a trainer is made with."""
+
+    loss: Loss
+    optimizer: OptimizerFactory
+    scheduler: SchedulerFactory | None
+    autocast: torch.dtype | None
+    device: torch.device
+    seed: int
+    compile: bool = False
+    lanes: Sequence[tuple[Lane, Lane]] | None = None
+    """Where each stage queues its work, under the streams engine."""
+
+    def stages(
+        self,
+        modules: Sequence[nn.Module],
+        heads: Sequence[nn.Module | None],
+        here: Iterable[int],
+        replica: int,
+    ) -> list[Stage]:
+        """The stages of one replica that run in this process."""
+        made = []
+        for index in here:
+            has_loss = heads[index] is not None or index == len(modules) - 1
+            kind = Stage if self.lanes is None else partial(GraphStage, lanes=self.lanes[index])
+            stage = kind(
+                index,
+                modules[index],
+                seed=self.seed,
+                device=self.device,
+                replica=replica,
+                loss=self.loss if has_loss else None,
+                head=heads[index],
+                autocast=self.autocast,
+                compile=self.compile,
+            )
+            _attach_optimizers(stage, self.optimizer, self.scheduler)
+            made.append(stage)
+        return made
+
+    def heads(
+        self, methods: Iterable[Method], modules: Sequence[nn.Module], batch: Nest
+    ) -> list[nn.Module | None]:
+        """An auxiliary head per stage but the last where a method trains with local losses."""
+        greedy = next((method for method in methods if isinstance(method, DGL)), None)
+        if greedy is None or len(modules) == 1:
+            return [None] * len(modules)
+        factory = greedy.head or default_head
+        outputs = outputs_of(modules, batch)
+        heads: list[nn.Module | None] = []
+        for index, activation in enumerate(outputs[:-1]):
+            # A state of its own, so that heads are the same however the stages are laid out.
+            with seeded(seed_for(self.seed, stage=index, micro_batch=-1), self.device):
+                head = factory(activation, outputs[-1])
+            if not isinstance(head, nn.Module):
+                raise ConfigurationError(
+                    f"DGL(head=...) returned a {type(head).__name__}: it must return an nn.Module."
+                )
+            heads.append(head)
+        return [*heads, None]
+
+
+def _attach_optimizers(
+    stage: Stage, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
+) -> None:
+    """Calls the user's factories for one stage and checks what they return."""
+    if not any(parameter.requires_grad for parameter in stage.parameters):
+        return  # factories may leave out what is frozen, and optimizers want something
+    made = optimizer(list(stage.parameters))
+    stage.optimizers = list(made) if isinstance(made, Sequence) else [made]
+    _check_optimizers(stage)
+    if scheduler is not None:
+        stage.schedulers = [_check_scheduler(scheduler(o)) for o in stage.optimizers]
+
+
+def _check_optimizers(stage: Stage) -> None:
+    own = {id(parameter) for parameter in stage.parameters}
+    taken: set[int] = set()
+    for optimizer in stage.optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"optimizer(params) returned a {type(optimizer).__name__}: return a torch.optim"
+                " optimizer or a list of them."
+            )
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates the loss again inside its step, which a stage cannot do alone:"
+                " choose an optimizer that needs gradients only."
+            )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if held - own:
+            raise ConfigurationError(
+                f"the optimizer of stage {stage.index} holds {len(held - own)} parameters of other"
+                " stages: build it from the argument, as in"
+                " optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+            )
+        if held & taken:
+            raise ConfigurationError(
+                f"stage {stage.index}: {len(held & taken)} parameters are in two optimizers and"
+                " would be stepped twice. Give each to one."
+            )
+        taken |= held
+
+
+def _check_scheduler(scheduler: Any) -> LRScheduler:
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise ConfigurationError(
+            f"scheduler(optimizer) returned a {type(scheduler).__name__}: return a"
+            " torch.optim.lr_scheduler that is stepped once per update without a metric."
+        )
+    return scheduler

@@ -1,0 +1,401 @@
+"""What a stage holds between two steps, as plain values and tensors, and how it is put back.
+
+A graph cannot be stored. What can be are the tensors it saved, because a hook has seen every one
+(:mod:`offbeat.stages.versions`). To put a graph back the stage runs its forward again on the stored
+input; what that computes does not matter, only the graph it builds, and for every tensor that the
+new graph wants to save it is handed the stored one, in the same order:
+
+    saved tensor             stored                         handed back
+    -----------------------  -----------------------------  ------------------------------------
+    a weight, newest         its number and a view          the parameter itself, or an alias
+    a weight, older          the older values, once         the older values, shared as before
+    a view of a buffer       its number and a view          a view of the stage's buffer
+    anything else            itself                         itself
+
+A graph may also hold what no hook sees: numbers that Python code took out of tensors, attributes of
+custom autograd functions. Where these depend on weights the graph would come back different, so
+the first snapshot of a stage looks for them (:func:`_refuse_hidden_state`).
+
+This is a part of :class:`offbeat.stages.stage.Stage` in a file of its own, so it reads what that
+hides.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offbeat import nest
+from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.stages.buffers import WrittenBuffers
+from offbeat.stages.stage import Flight, Stage
+from offbeat.stages.versions import Graph, Saved, SavedActivation, SavedWeight
+
+State = dict[str, Any]
+
+
+# ------------------------------------------------------------------------- taking
+
+
+def take(stage: Stage) -> State:
+    """All that later steps depend on. What the next one overwrites is copied, the rest shared."""
+    memory = _Memory(stage)
+    if not stage._rebuildable and any(flight.outputs for _, flight, _ in stage.flights()):
+        _refuse_hidden_state(stage, memory)
+        stage._rebuildable = True
+    flights = [_flight_state(*found, memory) for found in stage.flights()]
+    return {
+        "version": stage.version,
+        "parameters": [parameter.detach().clone() for parameter in stage.parameters],
+        "buffers": [buffer.detach().clone() for buffer in memory.buffers],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in stage.parameters],
+        "optimizers": [_optimizer_state(optimizer) for optimizer in stage.optimizers],
+        "schedulers": [copied(scheduler.state_dict()) for scheduler in stage.schedulers],
+        "old": [[version, values] for version, values in stage._old.items()],
+        "flights": apart(flights) if stage.reuses_memory else flights,
+        "corrector": stage.corrector.snapshot(),
+        "habits": _habits(stage),
+    }
+
+
+def _habits(stage: Stage) -> State:
+    """What the first batches have shown, and the peaks so far."""
+    return {
+        "inputs_changed": stage._inputs_changed,
+        "written": stage._buffers.written,
+        "inspected": stage._saved.inspected,
+        "rebuildable": stage._rebuildable,
+        "peaks": [stage._peak, stage._peak_versions],
+    }
+
+
+def _take_habits(stage: Stage, habits: State) -> None:
+    stage._inputs_changed = habits["inputs_changed"]
+    stage._buffers.written = habits["written"]
+    stage._saved.inspected = habits["inspected"]
+    stage._rebuildable = habits["rebuildable"]
+    stage._peak, stage._peak_versions = habits["peaks"]
+
+
+def copied(value: Any) -> Any:
+    return nest.replace(value, lambda tensor: tensor.detach().clone())
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> State:
+    return {"kind": type(optimizer).__name__, "state": copied(optimizer.state_dict())}
+
+
+def _flight_state(
+    batch: int, flight: Flight, held: Sequence[Saved | None], memory: "_Memory"
+) -> State:
+    return {
+        "batch": batch,
+        "version": flight.version,
+        "given": flight.given,
+        "target": flight.target,
+        "scale": flight.scale,
+        "lent": flight.lent,
+        # Under recompute there is no graph before the backward.
+        "leaves": flight.leaves,
+        "saved": [memory.words(saved) for saved in held],
+        "graph": bool(flight.outputs),
+    }
+
+
+class _Memory:
+    """A stage's own memory, by address: what of it a graph refers to."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.parameters = stage.parameters
+        self.rule = stage._rule
+        self.buffers = list(_buffers_of(stage.modules))
+        self._moves = not stage.reuses_memory
+        self._copies: dict[int, Tensor] = {}
+        self._parameter_at = {id(p): number for number, p in enumerate(self.parameters)}
+        self._buffer_at = {_address(b): number for number, b in enumerate(self.buffers)}
+
+    def today(self, parameter: nn.Parameter) -> Tensor:
+        """A weight's values of now as a backward under the rule will see them."""
+        if self.rule == "current":
+            return parameter
+        if self._moves:  # the next update leaves this storage behind
+            return parameter.detach()
+        return self._copies.setdefault(id(parameter), parameter.detach().clone())
+
+    def words(self, saved: Saved | None) -> Any:
+        """One entry of a graph, to be stored; None where autograd has let go of it."""
+        if saved is None:
+            return None
+        if isinstance(saved, SavedWeight):
+            newest = _address(saved.source) == _address(saved.parameter)
+            return {
+                "parameter": self._parameter_at[id(saved.parameter)],
+                "older": None if newest else saved.source.detach(),
+                "dtype": saved.dtype,
+                "view": [list(saved.size), list(saved.stride), saved.offset],
+            }
+        tensor = saved.rebuild()
+        number = self._buffer_at.get(_address(tensor)) if _is_plain(tensor) else None
+        if number is not None and tensor.numel():
+            return {"buffer": number, "dtype": tensor.dtype, "view": _seen(tensor)}
+        return {"activation": tensor}
+
+
+def _buffers_of(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Every buffer once, those that state_dict leaves out too."""
+    seen: set[int] = set()
+    for module in modules:
+        for buffer in module.buffers():
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield buffer
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# ------------------------------------------------------------------------- putting back
+
+
+def put_back(stage: Stage, state: State) -> None:
+    """Makes a fresh stage, which follows the method already, what it was when ``state`` was taken.
+
+    Weights and buffers are written where they lie.
+    """
+    stage._flights.clear()
+    stage._old.clear()
+    memory = _Memory(stage)
+    # One pass, so that what shared memory in the file shares it on the device; optimizers know
+    # themselves where their state belongs.
+    state = state | on_device({k: v for k, v in state.items() if k != "optimizers"}, stage._device)
+    _write(stage.parameters, state["parameters"], "parameter")
+    _write(memory.buffers, state["buffers"], "buffer")
+    for parameter, gradient in zip(stage.parameters, state["gradients"], strict=True):
+        parameter.grad = gradient
+    stage.version = state["version"]
+    _restore_optimizers(stage, state["optimizers"])
+    for scheduler, found in zip(stage.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(found)
+    stage._old.update(dict(state["old"]))
+    stage.corrector.restore(state["corrector"])
+    _take_habits(stage, state["habits"])
+    with WrittenBuffers(stage.modules).restored():
+        for found in state["flights"]:
+            stage._flights[found["batch"]] = _flight_of(stage, found, memory)
+
+
+def on_device(state: State, device: torch.device) -> State:
+    """The same on a device; what shares memory still does."""
+    if device.type == "cpu":
+        return state
+    found: State = _elsewhere(state, lambda whole: whole.to(device))
+    return found
+
+
+def apart(state: Any) -> Any:
+    """The same in memory of its own; what shares memory still does."""
+    return _elsewhere(state, Tensor.clone)
+
+
+def _elsewhere(state: Any, moved: Callable[[Tensor], Tensor]) -> Any:
+    there: dict[int, Tensor] = {}
+
+    def found(tensor: Tensor) -> Tensor:
+        if not _is_plain(tensor):
+            return moved(tensor.detach()).requires_grad_(tensor.requires_grad)
+        place = _address(tensor)
+        if place not in there:
+            bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            there[place] = moved(bytes_of.set_(tensor.untyped_storage()))
+        seen = torch.empty(0, dtype=tensor.dtype, device=there[place].device)
+        seen.set_(there[place].untyped_storage(), tensor.storage_offset(), *_seen(tensor)[:2])
+        return seen.requires_grad_(tensor.requires_grad)
+
+    return nest.replace(state, found)
+
+
+def _write(places: Sequence[Tensor], values: Sequence[Tensor], what: str) -> None:
+    if [(p.shape, p.dtype) for p in places] != [(v.shape, v.dtype) for v in values]:
+        raise ConfigurationError(
+            f"the checkpoint has other {what}s than this stage ({len(values)} of them, here"
+            f" {len(places)}, in their shapes and types): build the same model."
+        )
+    for place, value in zip(places, values, strict=True):
+        place.data.copy_(value)
+
+
+def _restore_optimizers(stage: Stage, states: Sequence[State]) -> None:
+    kinds = [type(optimizer).__name__ for optimizer in stage.optimizers]
+    saved = [state["kind"] for state in states]
+    if kinds != saved:
+        raise ConfigurationError(
+            f"the checkpoint has the state of {', '.join(saved) or 'no optimizer'} for stage"
+            f" {stage.index}, and the trainer was built with {', '.join(kinds) or 'none'}: give it"
+            " the same optimizer."
+        )
+    for optimizer, state in zip(stage.optimizers, states, strict=True):
+        load_optimizer(optimizer, state["state"])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """``load_state_dict`` without its cast of every entry to the type of the weight."""
+    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter][name]
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(loaded.device)
+
+
+def _flight_of(stage: Stage, state: State, memory: _Memory) -> Flight:
+    flight = Flight(
+        version=state["version"],
+        given=state["given"],
+        target=state["target"],
+        scale=state["scale"],
+        lent=state["lent"],
+    )
+    if state["graph"]:
+        leaves = nest.replace(state["leaves"], lambda t: t.detach().requires_grad_(t.requires_grad))
+        flight.leaves, flight.inputs = leaves, nest.tensors(leaves)
+        with _handing_back(stage, flight.graph, state["saved"], memory):
+            output, flight.loss = stage._run(state["batch"], flight, leaves)
+        flight.outputs = nest.tensors(output)
+    return flight
+
+
+@contextmanager
+def _handing_back(
+    stage: Stage, graph: Graph, entries: Sequence[Any], memory: _Memory
+) -> Iterator[None]:
+    """Runs a forward whose graph gets the stored tensors in place of those it computes."""
+    left = iter(entries)
+
+    def pack(tensor: Tensor) -> Saved:
+        entry = next(left, _NOTHING)
+        saved = None if entry is _NOTHING else _saved(entry, tensor, memory)
+        if saved is None:
+            raise _changed(stage, f"wants to save a tensor of shape {tuple(tensor.shape)}")
+        return graph.add(saved)
+
+    with saved_tensors_hooks(pack, lambda saved: saved.rebuild()), torch.enable_grad():
+        yield
+    if next(left, _NOTHING) is not _NOTHING:
+        raise _changed(stage, "saves fewer tensors")
+
+
+_NOTHING = object()
+
+
+def _saved(entry: Any, tensor: Tensor, memory: _Memory) -> Saved | None:
+    """The stored tensor for the place of ``tensor``; None where it does not fit there."""
+    if entry is None:  # nobody will ask for it
+        return SavedActivation(tensor)
+    if "activation" in entry:
+        found: Tensor = entry["activation"]
+        fits = (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        return SavedActivation(found) if fits else None
+    if (_seen(tensor), tensor.dtype) != (entry["view"], entry["dtype"]):
+        return None
+    if "buffer" in entry:
+        return SavedActivation(memory.buffers[entry["buffer"]].as_strided(*entry["view"]))
+    parameter, source = memory.parameters[entry["parameter"]], entry["older"]
+    return SavedWeight(parameter, memory.today(parameter) if source is None else source, tensor)
+
+
+def _seen(tensor: Tensor) -> list[Any]:
+    """Which part of its storage a tensor is."""
+    return [list(tensor.size()), list(tensor.stride()), tensor.storage_offset()]
+
+
+def _changed(stage: Stage, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"stage {stage.index}: run again on the input it had, its forward {what} that the"
+        " checkpoint has no place for. Its code or its settings are others than when the checkpoint"
+        " was made, or it branches on values. Use the old code, or a checkpoint saved with"
+        " drain=True."
+    )
+
+
+# ------------------------------------------------------------------------- what hooks cannot see
+
+
+def _refuse_hidden_state(stage: Stage, memory: _Memory) -> None:
+    """Builds one graph in flight a second time and looks for what was not saved by hooks."""
+    batch, flight, held = next(found for found in stage.flights() if found[1].outputs)
+    state = _flight_state(batch, flight, held, memory)
+    watch = _Watch([*stage.parameters, *memory.buffers])
+    with WrittenBuffers(stage.modules).restored(), watch:
+        again = _flight_of(stage, state, memory)
+    if watch.found is not None:
+        raise _hidden(
+            stage, f"{watch.found} takes numbers out of tensors that depend on its weights"
+        )
+    ours, theirs = _attributes(flight), _attributes(again)
+    for (name, values), (_, others) in zip(ours, theirs, strict=True):
+        odd = [k for k, v in values.items() if not _is_constant(v) or v != others.get(k)]
+        if odd:
+            raise _hidden(stage, f"{name} keeps {', '.join(odd)} as an attribute of its own")
+
+
+def _hidden(stage: Stage, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"stage {stage.index}: {what}, where no hook on saved tensors can see it, so its graphs in"
+        " flight could not be put back exactly. Save with drain=True, use backward='recompute', or"
+        " hand it to ctx.save_for_backward."
+    )
+
+
+class _Watch(TorchDispatchMode):
+    """Finds operations that make numbers, sizes or branches of values that weights had a say in."""
+
+    def __init__(self, state: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: str | None = None
+        self._moving = {_address(tensor) for tensor in state}
+        self._alive: list[Tensor] = []  # so that no address is used twice while we watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = [t for t in nest.tensors([args, kwargs]) if _is_plain(t)]
+        if any(_address(tensor) in self._moving for tensor in read):
+            if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+                self.found = self.found or str(func)
+            made = [t for t in nest.tensors(result) if _is_plain(t)]
+            self._alive += made
+            self._moving |= {_address(tensor) for tensor in made}
+        return result
+
+
+def _attributes(flight: Flight) -> list[tuple[str, dict[str, Any]]]:
+    """What custom autograd functions keep beside saved tensors, in the order of the graph."""
+    ends = [*flight.outputs, *([] if flight.loss is None else [flight.loss])]
+    nodes: list[Node] = [end.grad_fn for end in ends if end.grad_fn is not None]
+    seen = set(nodes)
+    found: list[tuple[str, dict[str, Any]]] = []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, BackwardCFunction):
+            found.append((node.name(), dict(vars(node))))
+        after = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(after)
+        nodes += after
+    return found
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
