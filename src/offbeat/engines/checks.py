@@ -341,23 +341,6 @@ def checksum_of(values: Nest) -> int:
     return checksum
 
 
-def chosen_engine(engine: str | None, launched: bool) -> str:
-    """The engine asked for, or the one the script was started for."""
-    if engine not in (None, "serial", "processes", "streams"):
-        raise unknown("engine", engine, ("serial", "processes", "streams"))
-    if engine == "streams" and launched:
-        raise ConfigurationError(
-            "engine='streams' runs all stages in one process, and torchrun has started several:"
-            " start the script with python, or leave out engine."
-        )
-    if engine == "processes" and not launched:
-        raise ConfigurationError(
-            "engine='processes' needs one process per stage: start the script with"
-            " torchrun --nproc-per-node K, or use offbeat.launch."
-        )
-    return engine or ("processes" if launched else "serial")
-
-
 def check_streams(
     device: torch.device, replicas: int, averaging: Averaging | None, guards: Guards | None
 ) -> None:
