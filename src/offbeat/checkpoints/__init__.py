@@ -236,8 +236,8 @@ class Checkpoints:
         for rank, others in enumerate(self._pipeline.meet("checkpoints", steps)):
             if others is not LOST and others != steps:
                 raise ConfigurationError(
-                    f"rank {self._pipeline.engine.rank} finds the checkpoints of steps {steps} in {folder},"
-                    f" rank {rank} those of {others}: give a folder that all processes share."
+                    f"rank {self._pipeline.engine.rank} finds the checkpoints of steps {steps} in"
+                    f" {folder}, rank {rank} those of {others}: give a folder that all processes share."
                 )
         skipped: list[str] = []
         for each in found:
