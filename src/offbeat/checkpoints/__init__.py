@@ -232,12 +232,13 @@ class Checkpoints:
         """The newest checkpoint that every process can use, and why newer ones were passed over."""
         _refuse_misplaced(folder)
         found = candidates(folder)
+        rank_here = self._pipeline.engine.rank
         steps = [each.step for each in found]
         for rank, others in enumerate(self._pipeline.meet("checkpoints", steps)):
             if others is not LOST and others != steps:
                 raise ConfigurationError(
-                    f"rank {self._pipeline.engine.rank} finds the checkpoints of steps {steps} in"
-                    f" {folder}, rank {rank} those of {others}: give a folder that all processes share."
+                    f"rank {rank_here} finds the checkpoints of steps {steps} in {folder}, rank"
+                    f" {rank} those of {others}: give a folder that all processes share."
                 )
         skipped: list[str] = []
         for each in found:
