@@ -32,7 +32,6 @@ from helpers import (
     vector_batches,
 )
 from offbeat import nest
-from offbeat import trainer as trainer_module
 from offbeat.app.experiment import Experiment
 from offbeat.app.training import optimizer_factory
 from offbeat.averaging import AllReduce
@@ -177,7 +176,8 @@ class PretendedRecording:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "Lane", PretendedLane)
     monkeypatch.setattr(streams, "LaneMemory", Memory)
-    monkeypatch.setattr(trainer_module, "marked", lambda: PretendedInstant(perf_counter()))
+    clock = staticmethod(lambda: PretendedInstant(perf_counter()))
+    monkeypatch.setattr(streams.Streams, "clock", clock)
     monkeypatch.setattr(checks, "check_streams", lambda *_: None)
     made = GraphStage.__init__
 

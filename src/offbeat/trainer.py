@@ -126,9 +126,8 @@ class Trainer:
     ) -> None:
         cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         course = choose_course(method, corrections, cut, optimizer, model)
-        asked = not isinstance(model, nn.Module) or (stages, cuts, ppv) != (None,) * 3
-        checks.warn_of_one_stage(course.method, cut.stages, asked)
-        checks.warn_of_idle_corrections(course.corrections, course.schedules)
+        if isinstance(model, nn.Module) and stages is cuts is ppv is None:
+            checks.warn_of_one_stage(course.method, cut.stages)
         setup = Setup(
             course=course,
             loss=checks.checked_loss(loss),
@@ -314,9 +313,7 @@ class Trainer:
         have as many batches, which is checked before the first. In a process that takes the place
         of one that died they begin where the others are (see :attr:`behind`).
         """
-        schedules = self._pipeline.setup.course.schedules
-        local = any(schedule.local_losses for schedule in schedules)
-        yield from self._catching_up.rest_of(self._engine.batches(loader, all_need_targets=local))
+        yield from self._catching_up.rest_of(self._pipeline.batches(loader))
 
     def sampler(
         self,
@@ -348,10 +345,7 @@ class Trainer:
         ``asked`` itself. In several all stop after the same step, a few seconds later, so that
         they can still flush and save together.
         """
-        plan = None if self.averaging is None else self.averaging.plan()
-        apart = 2 + 2 * max(self.lags) + (0 if plan is None else plan.every + plan.delay)
-        step = self._pipeline.position.step
-        return self._engine.stop_together(asked, step, steps_per_s, apart)
+        return self._pipeline.stop_together(asked, steps_per_s)
 
     # ---------------------------------------------------------------- looking and saving
 

@@ -155,9 +155,9 @@ def checked_scheduler(scheduler: SchedulerFactory | None) -> SchedulerFactory | 
     return scheduler
 
 
-def warn_of_one_stage(method: Method, stages: int, asked: bool) -> None:
+def warn_of_one_stage(method: Method, stages: int) -> None:
     """Staleness needs stages: without any, an asynchronous method is plain training."""
-    if stages == 1 and not asked and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
+    if stages == 1 and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
         warnings.warn(
             f"{method.title} over one stage is plain training: say how many stages, as in stages=4"
             " (stages=1 if you mean one).",

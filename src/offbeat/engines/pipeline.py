@@ -1,6 +1,6 @@
 """A run between the user's verbs and the workers: phases, fills, batches fed, losses owed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -169,6 +169,19 @@ class Pipeline:
             self.position.advance()
             late = len(self.position.awaited) - self.schedule.loss_delay
             return self._take_loss() if late > 0 else None
+
+    def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
+        """What this process needs of a loader's batches."""
+        local = any(schedule.local_losses for schedule in self.setup.course.schedules)
+        return self.engine.batches(loader, all_need_targets=local)
+
+    def stop_together(self, asked: bool, steps_per_s: float) -> bool:
+        """Whether to end the run after this step, in all processes alike."""
+        averaging = self.setup.averaging
+        plan = None if averaging is None else averaging.plan()
+        lag = max(self.method.lags(self.cut.stages))
+        apart = 2 + 2 * lag + (0 if plan is None else plan.every + plan.delay)
+        return self.engine.stop_together(asked, self.position.step, steps_per_s, apart)
 
     def flush(self) -> list[Tensor]:
         """Drains the pipe and returns the losses still owed; replicas take their average."""

@@ -53,6 +53,7 @@ def choose_course(
     found = checks.checked_corrections(corrections or ())
     for (phase, _), schedule in zip(phases, schedules, strict=True):
         checks.check_corrections_fit(found, phase, schedule)
+    checks.warn_of_idle_corrections(found, schedules)
     return Course(method, phases, schedules, found, plan)
 
 
