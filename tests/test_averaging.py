@@ -31,11 +31,11 @@ from offbeat.averaging import (
     PostLocalSGD,
     StreamingDiLoCo,
     averaging_named,
-    rows,
+    flat,
 )
-from offbeat.averaging import averager as averaging_engine
 from offbeat.averaging.averager import Averager, Task
 from offbeat.averaging.compression import Int8, codec_for
+from offbeat.averaging.fragment import Fragment
 from offbeat.averaging.moments import Moments
 from offbeat.averaging.outer import EagerStep, LateStep, Mean, Step
 from offbeat.errors import BatchError, ConfigurationError
@@ -379,8 +379,9 @@ def test_a_wrong_order_is_seen(name: str, mutation: Any, monkeypatch: Any) -> No
 @pytest.mark.parametrize("name", [name for name in CASES if name != "all-reduce"])
 def test_a_wrong_mean_is_seen(name: str, monkeypatch: Any) -> None:
     """The last replica is forgotten in the sum."""
-    right = rows.mean_of
-    monkeypatch.setattr(averaging_engine, "mean_of", lambda parts, n: right(parts[:-1], n))
+    right = flat.mean_of
+    wrong: Any = lambda vectors, count: right(vectors[:-1], count)  # noqa: E731
+    monkeypatch.setattr("offbeat.averaging.fragment.mean_of", wrong)
     with pytest.raises(AssertionError):
         check(CASES[name])
 
@@ -388,8 +389,8 @@ def test_a_wrong_mean_is_seen(name: str, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     [
-        ("dasgd", averaging_engine._Fragment, "_merged"),
-        ("mean-preserving", averaging_engine._Fragment, "_merged"),
+        ("dasgd", Fragment, "_merged"),
+        ("mean-preserving", Fragment, "_merged"),
         ("diloco", Step, "_stepped"),
         ("eager", EagerStep, "target"),
         ("co2", LateStep, "target"),
@@ -596,7 +597,9 @@ def test_what_an_optimizer_will_keep_is_known_before_its_first_step(optimizer: A
     batches = batches_for(2, 4)
     numbers = torch.get_rng_state()
     trainer.step(*spoilt(batches[0], slice(ROWS)))
-    sent = [len(fragment._moments_sent[1]) for w in trainer._workers for fragment in fragments(w)]
+    sent = [
+        len(fragment.under_way[1].moments) for w in trainer._workers for fragment in fragments(w)
+    ]
     assert sent[0] == sent[1]
     assert torch.equal(numbers, torch.get_rng_state())
     for batch in batches[1:]:

@@ -1,7 +1,7 @@
 """What an averaging is: what replicas agree on, how often, how late, and how it is merged."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -62,6 +62,11 @@ class Averaging(ABC):
                 " cannot be summed on the way, so they are always gathered. Leave one of them out."
             )
 
+    @property
+    def bears_missing_replicas(self) -> bool:
+        """Whether averages can go on without a replica that died: no sum counts on all of them."""
+        return self.exact
+
     @abstractmethod
     def plan(self) -> "Plan | None":
         """The rule in the engine's terms; None where only gradients are averaged."""
@@ -87,6 +92,26 @@ class Plan:
     """Parts of the model that are averaged in turn."""
     outer: Callable[[Tensor, int], Outer] = Mean
     """Called per fragment with the weights that all replicas start from, and their number."""
+    partners: Callable[[int, int, int], Collection[int]] | None = None
+    """Called with a round, from 0, a replica and the number of replicas: whom this replica averages
+    with in this round, itself included. None: all with all."""
+
+    def members(self, round: int, replica: int, replicas: int) -> set[int]:
+        """Whose parts are in a replica's average of this round.
+
+        >>> Plan(every=1).members(0, 2, 4)
+        {0, 1, 2, 3}
+        """
+        everybody = set(range(replicas))
+        if self.partners is None:
+            return everybody
+        members = set(self.partners(round, replica, replicas))
+        if replica not in members or not members <= everybody:
+            raise ConfigurationError(
+                f"partners({round}, {replica}, {replicas}) gives {sorted(members)}: a replica"
+                f" averages with itself and with any others from 0 to {replicas - 1}."
+            )
+        return members
 
     def starts_at(self, fragment: int) -> int:
         """The update, modulo ``every``, after which a fragment's averages start."""

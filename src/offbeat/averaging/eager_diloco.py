@@ -29,6 +29,11 @@ class EagerDiLoCo(OuterSettings):
         super().__post_init__()
         require_every(self.every)
 
+    @property
+    def bears_missing_replicas(self) -> bool:
+        """No: what a replica's own share is goes by their number."""
+        return False
+
     def plan(self) -> Plan:
         return Plan(every=self.every, delay=self.every, outer=self._eager)
 

@@ -41,12 +41,12 @@ def _state_of(trainer: "Trainer") -> State:
     assert worker.averager is not None
     return {
         "place": trainer._place() | {"owed": []},
-        "asked": trainer._replicas._asked,
+        "asked": trainer._replicas.asked,
         "evaluations": trainer._evaluations,
         "first": trainer._first,
         "began_at": worker.began_at,
         "stage": worker.stage.snapshot(),
-        "averager": worker.averager.snapshot(),
+        "averager": worker.averager.snapshot(debts=False),  # which are this replica's own
     }
 
 
@@ -64,7 +64,7 @@ def join(trainer: "Trainer") -> None:
         if not trainer._workers:
             trainer._build(state["first"])
         trainer._go_to(state["place"])
-        trainer._replicas._asked = state["asked"]
+        trainer._replicas.asked = state["asked"]
         trainer._evaluations = state["evaluations"]
         (worker,) = trainer._workers
         assert worker.averager is not None
@@ -75,23 +75,12 @@ def join(trainer: "Trainer") -> None:
             for name in ("buffers", "optimizers")
         }
         worker.stage.restore(state["stage"] | means)
-        worker.averager.restore(_without_debts(state["averager"]))
+        worker.averager.restore(state["averager"])
 
 
 def _mean(nests: Sequence[Nest]) -> Nest:
     means = iter([mean_of(same) for same in zip(*map(nest.tensors, nests), strict=True)])
     return nest.replace(nests[0], lambda _: next(means))
-
-
-def _without_debts(averager: State) -> State:
-    """What rounding has left out of another replica's messages is not for this one to send."""
-    debt = {"_error": None}
-    fragments = [
-        {**fragment, "codec": {name: debt.get(name, v) for name, v in fragment["codec"].items()}}
-        for fragment in averager["fragments"]
-    ]
-    codec = {name: debt.get(name, v) for name, v in averager["gradient_codec"].items()}
-    return {**averager, "gradient_codec": codec, "fragments": fragments}
 
 
 class CatchingUp:
