@@ -216,7 +216,7 @@ def test_against_the_oracle(name: str) -> None:
     check(CASES[name])
 
 
-VECTORS = {
+VECTORS: dict[Averaging, list[tuple[float, float]]] = {
     # Section 7 of the reference: after steps 4, 5, 8 and 9, from unequal starts.
     DaSGD(4, 1, 0.25): [
         (0.3439, 1.6878), (0.864265, 1.2166425), (0.90104918, 1.69993238),

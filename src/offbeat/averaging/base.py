@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -72,6 +72,20 @@ class Averaging(ABC):
         """The rule in the engine's terms; None where only gradients are averaged."""
 
 
+@dataclass(frozen=True)
+class Periodic(Averaging):
+    """Averages weights after every ``every``-th update: by default all at once, into the mean."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("every", self.every)
+
+    def plan(self) -> "Plan":
+        return Plan(every=self.every)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Local steps and merges: ``x <- X + keep (x_sent - X) + progress (x - x_sent)``.
@@ -118,27 +132,23 @@ class Plan:
         return ((fragment + 1) * self.every // self.fragments) % self.every
 
 
-def require_every(every: object) -> None:
-    require_count("every", every)
-
-
-def require_delay(delay: object, every: int) -> None:
-    whole = isinstance(delay, int) and not isinstance(delay, bool)
-    if not whole or not 0 <= delay <= every:  # type: ignore[operator]
+def require_delay(delay: Any, every: int) -> None:
+    if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
         raise ConfigurationError(
             f"delay={delay!r}: an average is merged before the next one starts, so with"
             f" every={every} give a whole number from 0 to {every}."
         )
 
 
-def require_share(name: str, value: object, meaning: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= 1:  # type: ignore[operator]
+def require_share(name: str, value: Any, meaning: str) -> None:
+    if not _is_number(value) or not 0 <= value <= 1:
         raise ConfigurationError(f"{name}={value!r}: give a number from 0 to 1, {meaning}.")
 
 
-def require_positive(name: str, value: object, *, zero: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not (value > 0 or (zero and value == 0)):  # type: ignore[operator]
-        least = "of at least 0" if zero else "above 0"
-        raise ConfigurationError(f"{name}={value!r}: give a number {least}.")
+def require_positive(name: str, value: Any) -> None:
+    if not _is_number(value) or not value > 0:
+        raise ConfigurationError(f"{name}={value!r}: give a number above 0.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
