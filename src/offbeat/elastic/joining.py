@@ -43,7 +43,7 @@ def _state_of(pipeline: Pipeline) -> State:
         "first": pipeline.first,
         "began_at": worker.began_at,
         "stage": worker.stage.snapshot(),
-        "averager": worker.averager.snapshot(),
+        "averager": worker.averager.snapshot(debts=False),  # which are this replica's own
     }
 
 
@@ -72,23 +72,12 @@ def join(pipeline: Pipeline) -> None:
             for name in ("buffers", "optimizers")
         }
         worker.stage.restore(state["stage"] | means)
-        worker.averager.restore(_without_debts(state["averager"]))
+        worker.averager.restore(state["averager"])
 
 
 def _mean(nests: Sequence[Nest]) -> Nest:
     means = iter([mean_of(same) for same in zip(*map(nest.tensors, nests), strict=True)])
     return nest.replace(nests[0], lambda _: next(means))
-
-
-def _without_debts(averager: State) -> State:
-    """What rounding has left out of another replica's messages is not for this one to send."""
-    debt = {"_error": None}
-    fragments = [
-        {**fragment, "codec": {name: debt.get(name, v) for name, v in fragment["codec"].items()}}
-        for fragment in averager["fragments"]
-    ]
-    codec = {name: debt.get(name, v) for name, v in averager["gradient_codec"].items()}
-    return {**averager, "gradient_codec": codec, "fragments": fragments}
 
 
 class CatchingUp:

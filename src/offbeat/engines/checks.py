@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.averaging import AllReduce, Averaging, EagerDiLoCo, averaging_named
+from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cutting.cut import Cut, Model
 from offbeat.errors import BatchError, ConfigurationError, other_shape, unknown
@@ -129,7 +129,7 @@ def outlives(when_replica_dies: str, averaging: Averaging | None) -> bool:
             "when_replica_dies='go on' with one replica leaves nobody: give replicas=2 or more, or"
             " leave it out."
         )
-    if not averaging.exact or isinstance(averaging, EagerDiLoCo):
+    if not averaging.bears_missing_replicas:
         raise ConfigurationError(
             f"when_replica_dies='go on' with {averaging}: its sums are made for a fixed number of"
             " replicas. Take exact=True and another averaging, for example DaSGD or DiLoCo."
