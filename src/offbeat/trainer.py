@@ -363,9 +363,10 @@ class Trainer:
     # ---------------------------------------------------------------- training
 
     def step(self, x: Nest, y: Nest) -> Tensor | None:
-        """Feeds one batch; after step n, stage k has forwarded 0..n and applied 0..n - lag.
+        """Feeds one batch; after step n, stage k has forwarded 0..n and applied 0..n - its depth.
 
-        Returns the loss of the batch that stage 0 has just applied, None while the pipe fills.
+        Its depth is how many batches it keeps in flight (:meth:`Schedule.depth`). Returns the loss
+        of the batch that stage 0 has just applied, None while the pipe fills.
         """
         self._refuse_if_stopped()
         let_in(self)
