@@ -222,7 +222,7 @@ class Trainer:
             lanes=None if self._streams is None else self._streams.lanes,
         )
         if self._plan is not None and self.rank == 0:
-            print(self._plan)
+            self._plan.announce()
         if not self._cut.needs_batch and not self._needs_heads:
             self._build(None)
 
