@@ -809,6 +809,25 @@ def test_what_makes_no_sense_is_refused(corrections: Any, method: Method, words:
         trainer_for(mlp(), method, cuts=[2], corrections=corrections)
 
 
+class Twice(PipeDream2BW):
+    title = "Somebody's method"
+
+
+@pytest.mark.parametrize(
+    ("correction", "method"),
+    [
+        ("predict", Twice()),
+        ("rewind", Twice()),
+        ("gap-aware", Twice(backward="recompute")),
+        ("delay-compensation", Phases((Twice(backward="recompute"), 2), (PipeDream(), None))),
+    ],
+)
+def test_a_refusal_names_the_method_at_hand(correction: str, method: Method) -> None:
+    with pytest.raises(ConfigurationError, match="^under Somebody's method, ") as caught:
+        trainer_for(mlp(), method, cuts=[2], corrections=[correction])
+    assert "2BW" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

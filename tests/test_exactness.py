@@ -271,3 +271,21 @@ def test_gradients_pass_a_boundary_as_they_are_laid_out() -> None:
     batches = vector_batches(10, rows=8, dtype=torch.float32)
     expected, _ = plain_loop(model, batches)
     assert_same_bits(trained(model, batches, cuts=[1, 2]).state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("method", [kind() for kind in METHODS], ids=lambda method: method.name)
+def test_after_step_n_a_stage_has_applied_batches_0_to_n_minus_its_depth(
+    method: Method, stages: int
+) -> None:
+    """What ``Trainer.step`` promises, by the ledger."""
+    trainer = trainer_for(mlp(), method, stages=stages)
+    depths = [method.schedule(stages).depth(stage) for stage in range(stages)]
+    for n, (x, y) in enumerate(vector_batches(8)):
+        trainer.step(x, y)
+        for stage, depth in enumerate(depths):
+            applied = [e.batch for e in trainer.ledger if (e.kind, e.stage) == ("U", stage)]
+            assert applied == list(range(max(0, n + 1 - depth)))
+    if method.name == "pipedream-2bw" and stages == 3:
+        assert trainer.lags == (1, 1, 1)
+        assert depths == [1, 1, 0]  # so that it has made 7 7 8 updates

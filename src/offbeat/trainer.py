@@ -150,7 +150,7 @@ class Trainer:
         self._engine = start_engine(kind, cut.stages, setup, timeout, when_replica_dies)
         seed = self._engine.agree(setup, cut, seed)
         if course.plan is not None and self.rank == 0:
-            print(course.plan)
+            course.plan.announce()
         self._pipeline = Pipeline(setup, cut, self._engine, seed)
         self._checkpoints = Checkpoints(self._pipeline)
         self._catching_up = CatchingUp(self._pipeline)
@@ -285,9 +285,10 @@ class Trainer:
     # ---------------------------------------------------------------- training
 
     def step(self, x: Nest, y: Nest) -> Tensor | None:
-        """Feeds one batch; after step n, stage k has forwarded 0..n and applied 0..n - lag.
+        """Feeds one batch; after step n, stage k has forwarded 0..n and applied 0..n - its depth.
 
-        Returns the loss of the batch that stage 0 has just applied, None while the pipe fills.
+        Its depth is how many batches it keeps in flight (:meth:`Schedule.depth`). Returns the loss
+        of the batch that stage 0 has just applied, None while the pipe fills.
         """
         self._refuse_if_stopped()
         let_in(self._pipeline)

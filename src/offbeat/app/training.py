@@ -31,7 +31,7 @@ from offbeat.engines.evaluation import Evaluation
 from offbeat.errors import BatchError, CheckpointError, ConfigurationError
 from offbeat.guards import Guards, Update, Updates
 from offbeat.methods import Method, Phases, Synchronous, method_named
-from offbeat.methods.auto import Auto, settings_of
+from offbeat.methods.auto import Auto, settings_of, shown_on
 from offbeat.optimizers import Muon
 from offbeat.stages.memory import StageMemory
 from offbeat.trainer import Trainer
@@ -138,7 +138,8 @@ def run_experiment(
         augment=experiment.augment,
         drop_last=experiment.drop_last,
     )
-    trainer = build(experiment, data, len(loader))
+    with shown_on(sys.stdout):
+        trainer = build(experiment, data, len(loader))
     _check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
     looking = watchers() if trainer.rank == 0 else []

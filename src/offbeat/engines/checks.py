@@ -13,7 +13,7 @@ from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cutting.cut import Cut, Model
 from offbeat.errors import BatchError, ConfigurationError, other_shape, unknown
 from offbeat.guards import Guards
-from offbeat.methods import Asynchronous, Method, method_named
+from offbeat.methods import Method, method_named
 from offbeat.methods.auto import Auto, Plan, plan_for
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
@@ -72,11 +72,14 @@ def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correc
 def check_corrections_fit(
     corrections: Sequence[Correction], method: Method, schedule: Schedule
 ) -> None:
-    """Refuses what a method with lag would make pointless."""
+    """Refuses what a method with lag would make pointless; says under which."""
     if any(schedule.lags):
         reads_old = any(map(schedule.kept_versions, range(schedule.stages)))
         for correction in corrections:
-            correction.check_rule(method.rule, reads_old_versions=reads_old)
+            try:
+                correction.check_rule(method.rule, reads_old_versions=reads_old)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"under {method.title}, {error}") from None
 
 
 def checked_monitor(monitor: Monitor | None) -> Monitor | None:
@@ -95,8 +98,8 @@ def check_probe(monitor: Monitor | None, schedule: Schedule) -> None:
         )
     if schedule.local_losses:
         raise ConfigurationError(
-            "probe() under DGL: every stage has a loss of its own and no lag, so there is nothing"
-            " stale to compare."
+            "probe() under a method in which every stage has a loss of its own: no gradient comes"
+            " late, so there is nothing stale to compare."
         )
 
 
@@ -157,7 +160,7 @@ def checked_scheduler(scheduler: SchedulerFactory | None) -> SchedulerFactory | 
 
 def warn_of_one_stage(method: Method, stages: int) -> None:
     """Staleness needs stages: without any, an asynchronous method is plain training."""
-    if stages == 1 and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
+    if stages == 1 and any(m.asynchronous for m, _ in method.phases()):
         warnings.warn(
             f"{method.title} over one stage is plain training: say how many stages, as in stages=4"
             " (stages=1 if you mean one).",
