@@ -13,10 +13,10 @@ from torch.nn import functional as F
 import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, plain_loop, vector_batches
-from offbeat.cutting.blocks import same_values
 from offbeat.cutting.compare import _other_gradient, _summary
 from offbeat.errors import BatchError, ConfigurationError, StageError
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
+from offbeat.stages.trial import same_values
 
 METHODS: list[Method] = [Synchronous(), StaleWeights(), ADL(2), DSP()]
 

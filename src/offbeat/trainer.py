@@ -21,9 +21,10 @@ from offbeat.averaging.sharding import Sampler, shards_of
 from offbeat.checkpoints import Checkpoints, Resumed
 from offbeat.corrections import Correction, Monitor
 from offbeat.corrections.corrector import Corrector, Fill
-from offbeat.cutting.blocks import call, modes_kept
-from offbeat.cutting.cut import Balancing, Cuts, Model, counted_cuts, order_of_norms, plan_cut
-from offbeat.cutting.timing import measured_cuts
+from offbeat.cutting.counting import cut_by_count
+from offbeat.cutting.cut import Balance, Cuts, Model
+from offbeat.cutting.timing import cut_by_time
+from offbeat.cutting.ways import plan_cut
 from offbeat.elastic.joining import CatchingUp, let_in
 from offbeat.engines import checks
 from offbeat.engines.evaluation import Evaluation, Score
@@ -45,6 +46,7 @@ from offbeat.stages.build import Recipe
 from offbeat.stages.lanes import marked
 from offbeat.stages.memory import StageMemory
 from offbeat.stages.stage import Loss, Stage, precision
+from offbeat.stages.trial import call, keep_modes
 from offbeat.transport.base import Key, Transport
 from offbeat.transport.memory import Meeting
 
@@ -304,7 +306,7 @@ class Trainer:
     @property
     def cuts(self) -> tuple[int, ...] | tuple[str, ...] | None:
         """Where stages begin: children, blocks or paths; None until the first batch decides it."""
-        return self._cut.paths or self._cut.places
+        return self._cut.places
 
     @property
     def lags(self) -> tuple[int, ...]:
@@ -380,9 +382,7 @@ class Trainer:
             if self._processes is not None and self._step == 0:
                 self._processes.refuse_equal_shards(x, y)
             if not self._workers:
-                first, _ = shards[0]
-                if self._cut.paths is not None:  # recorded for the shape that stages will see
-                    first = nest.split(first, self._schedule.micro_batches)[0]
+                first = self._cut.sample(shards[0][0], self._schedule.micro_batches)
                 self._build(self._processes.share_first(first) if self._processes else first)
             if self._step_in_fill == 0:
                 self._begin_fill()
@@ -585,7 +585,7 @@ class Trainer:
             # Nobody else waits for what an error in one process leaves undone.
             nullcontext() if alone else self._stopping_on_error(),
             self._joined(),
-            modes_kept(self.model),
+            keep_modes(self.model),
             torch.no_grad(),
         ):
             self.model.eval()
@@ -620,7 +620,7 @@ class Trainer:
         checks.check_probe(self._monitor, self._schedule)
         alone = self._processes is None
         stopping = nullcontext() if alone else self._stopping_on_error()
-        with stopping, modes_kept(self.model), torch.enable_grad():
+        with stopping, keep_modes(self.model), torch.enable_grad():
             self._evaluations += 1
             shown = [worker for worker in self._workers if worker.stage.replica == self._here[0]]
             found = dict(cosines(shown, self._recipe, self._evaluations, x, y))
@@ -644,7 +644,7 @@ class Trainer:
         values: dict[int, Tensor] = {}
         with self._joined():
             states = self._replicas.states(self._workers)
-            for stage, module in enumerate(self._cut.modules() if self._workers else []):
+            for stage, module in enumerate(self._cut.modules if self._workers else []):
                 entries = state_of(module)
                 found = list(states.get(stage, entries).values())
                 if self._processes is not None:
@@ -757,16 +757,15 @@ class Trainer:
     def _build(self, batch: Nest) -> None:
         """Makes the workers of this process; some need the first batch to know how."""
         self._first = batch
-        self._cut = self._cut.weighed(batch, self._balancing)
+        self._cut = self._cut.decide(batch, self._balancing)
         plain = all(schedule.synchronous for schedule in self._schedules)
-        checks.refuse_overlapping(
-            self._cut,
+        self._cut.sharing().refuse_overlaps(
             # There all stages can write the one memory, as plain training does.
             in_turn=plain and self._processes is None and self._streams is None,
-            copied=len(self._here) > 1,
+            copies=len(self._here) > 1,
         )
         # Replica 0 is the user's own model; the others of this process are copies of it.
-        cuts = [self._cut, *(self._cut.copied() for _ in self._here[1:])]
+        cuts = [self._cut, *(self._cut.copy() for _ in self._here[1:])]
         self._models = [cut.model for cut in cuts]
         self._frozen = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
         for copied in self._models[1:]:
@@ -777,11 +776,11 @@ class Trainer:
                 pairs = zip(parts(self.model), parts(copied), strict=True)
                 self._copied += [(ours, theirs, name) for ours, theirs in pairs]
         for replica, cut, transport in zip(self._here, cuts, self._transports, strict=True):
-            modules = cut.modules()
+            modules = cut.modules
             heads = self._recipe.heads((phase for phase, _ in self._phases), modules, batch)
             here = range(self.stages) if self._processes is None else [self._processes.stage]
             names = {id(p): name for name, p in cut.model.named_parameters()}
-            norm_order = order_of_norms(cut.model, modules)
+            norm_order = cut.norm_order()
             for stage in self._recipe.stages(modules, heads, here, replica):
                 stage.norm_order = norm_order
                 stage.names |= names
@@ -794,11 +793,11 @@ class Trainer:
             self._when_built()
 
     @property
-    def _balancing(self) -> Balancing:
+    def _balancing(self) -> Balance:
         if self._balance == "counted":
-            return counted_cuts
+            return cut_by_count
         return partial(
-            measured_cuts,
+            cut_by_time,
             autocast=self._recipe.autocast,
             side_by_side=self._streams is not None,
         )
@@ -850,11 +849,8 @@ class Trainer:
                 self.method,
                 by_auto=self._plan is not None,
             )
-        if first and self._cut.paths is not None:
-            parts = self._schedule.micro_batches
-            checks.check_traced_shapes(
-                [piece for x, _ in shards for piece in nest.split(x, parts)], self._first
-            )
+        if first:
+            self._cut.check_batch([x for x, _ in shards], self._schedule.micro_batches)
         last = self._processes is None or self._processes.stage == self.stages - 1
         if last and self._schedule.micro_batches > 1 and not nest.tensors(y):
             raise BatchError(
