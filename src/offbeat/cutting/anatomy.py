@@ -26,6 +26,7 @@ class Anatomy:
 
     path: str
     """Of the list of blocks."""
+    blocks: int
     early_weights: set[int] = field(default_factory=set)
     """Parameters, by id, that the hidden state at the first block depends on."""
     late_modules: set[int] = field(default_factory=set)
@@ -110,11 +111,11 @@ class _Watch:
     """What one forward calls before the blocks and later, and how it calls the blocks."""
 
     def __init__(self, model: nn.Module, path: str, buffers: "_BufferWatch") -> None:
-        self.anatomy = Anatomy(path)
         self.hidden: Tensor | None = None
         """What the first block is called with."""
         self._model, self._buffers = model, buffers
         self._blocks = list(model.get_submodule(path).children())
+        self.anatomy = Anatomy(path, len(self._blocks))
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._outputs: list[Any] = []
 
@@ -198,7 +199,9 @@ class _BufferWatch:
     def __init__(self, model: nn.Module, path: str) -> None:
         self._model = model
         inside = set(model.get_submodule(path).modules())
-        self._modules = {n: m for n, m in model.named_modules() if m not in inside and m._buffers}
+        self._modules = {
+            n: m for n, m in model.named_modules() if m not in inside and _buffers_of(m)
+        }
         self._part = "first"
         self._uses: dict[tuple[int, str], set[str]] = {}
         self._writes: dict[tuple[int, str], set[str]] = {}
@@ -208,7 +211,7 @@ class _BufferWatch:
         return {
             (id(module), key): (buffer, None if buffer is None else buffer.detach().clone())
             for module in self._modules.values()
-            for key, buffer in module._buffers.items()
+            for key, buffer in _buffers_of(module).items()
         }
 
     def enter(self, part: str) -> None:
@@ -222,7 +225,7 @@ class _BufferWatch:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        own = {module: module._buffers for module in self._modules.values()}
+        own = {module: _buffers_of(module) for module in self._modules.values()}
         for module, buffers in own.items():
             module._buffers = _Telltale(buffers, partial(self._use, module))
         try:
@@ -230,7 +233,7 @@ class _BufferWatch:
             self.enter("")
         finally:
             for module, buffers in own.items():
-                for key, buffer in module._buffers.items():
+                for key, buffer in _buffers_of(module).items():
                     buffers.setdefault(key, buffer)  # registered by this very forward
                 module._buffers = buffers
 
@@ -241,7 +244,7 @@ class _BufferWatch:
         """Says which end gets which buffers, and refuses one that both would need."""
         for path, module in self._modules.items():
             ends: dict[str, str] = {}  # an end that writes, and what
-            for key in module._buffers:
+            for key in _buffers_of(module):
                 name = f"{path}.{key}".lstrip(".")
                 ever = self._writes.get((id(module), key), set())
                 writers = ever - {"first"}
@@ -276,6 +279,10 @@ class _BufferWatch:
                 " one writes the other does not see. Give each end a module with its own buffers,"
                 " or pass a list of modules, one per stage."
             )
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return module._buffers  # torch has no public name for the dict that a forward assigns to
 
 
 class _Telltale(dict[str, Tensor | None]):

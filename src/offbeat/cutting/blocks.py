@@ -74,7 +74,7 @@ class BlocksCut(Cut):
         places = self.places
         if places is None:
             # The smallest pieces: a block each, with the prefix or the suffix at an end.
-            pieces = _stages_of(self.model, anatomy, range(1, len(_blocks_of(self.model, anatomy))))
+            pieces = _stages_of(self.model, anatomy, range(1, anatomy.blocks))
             with explain_failure(self.model, self.path):
                 places = tuple(balance(pieces, batch, self.stages))
         stages = _stages_of(self.model, anatomy, [int(place) for place in places])
@@ -98,13 +98,9 @@ def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str) -> 
     )
 
 
-def _blocks_of(model: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
-    return list(model.get_submodule(anatomy.path).children())
-
-
 def _stages_of(model: nn.Module, anatomy: Anatomy, places: Sequence[int]) -> list[nn.Module]:
     """The stages of a model of which the later ones begin at these blocks."""
-    blocks = _blocks_of(model, anatomy)
+    blocks = list(model.get_submodule(anatomy.path).children())
     stages: list[nn.Module] = [_First(model, anatomy, blocks[: places[0]])]
     for begin, end in pairwise(places):
         stages.append(_Middle(blocks[begin:end]))
@@ -166,28 +162,23 @@ class _Body:
         if id(module) in copies:
             return copies[id(module)]
         # As copy.copy(), which parametrized modules refuse; without what model.compile() has made.
-        frame = object.__new__(type(module))
-        frame.__dict__.update(nn.Module.__getstate__(module))
-        frame._parameters = dict(module._parameters)
-        for key, parameter in module._parameters.items():
-            if (
-                parameter is not None
-                and (id(parameter) in self._anatomy.early_weights) != self._first
-            ):
-                del frame._parameters[key]
+        state = nn.Module.__getstate__(module)
+        parameters, buffers = dict(state["_parameters"]), state["_buffers"]
+        for key, parameter in state["_parameters"].items():
+            early = id(parameter) in self._anatomy.early_weights
+            if parameter is not None and early != self._first:
                 stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-                frame.__dict__[key] = stand_in.expand(parameter.shape)
-        # The very dict: a forward that assigns a buffer anew assigns the model's.
-        frame._buffers = module._buffers
+                state[key] = stand_in.expand(parameters.pop(key).shape)
+        # Else the very dict: a forward that assigns a buffer anew assigns the model's.
         if (id(module) in self._anatomy.early_buffers) != self._first:
-            frame._buffers = {}
-            for key, buffer in module._buffers.items():
-                shared = (id(module), key) in self._anatomy.constants
-                frame.__dict__[key] = buffer if shared or buffer is None else buffer.clone()
-        frame._modules = {
-            key: None if child is None else self._copy(child, copies)
-            for key, child in module._modules.items()
-        }
+            for key, buffer in buffers.items():
+                constant = buffer is None or (id(module), key) in self._anatomy.constants
+                state[key] = buffer if constant else buffer.clone()
+            buffers = {}
+        children = state["_modules"].items()
+        modules = {k: None if child is None else self._copy(child, copies) for k, child in children}
+        frame = object.__new__(type(module))
+        frame.__dict__.update(state, _parameters=parameters, _buffers=buffers, _modules=modules)
         copies[id(module)] = frame
         self._frames.append((module, frame, id(module) in self._anatomy.early_ends))
         return frame

@@ -30,13 +30,13 @@ class SequentialCut(Cut):
                     " at which stages begin."
                 )
             return None
-        if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+        if any(vars(model)[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward")):
             warnings.warn(
                 "hooks of the model itself are not called: stages call its layers. Register them on"
                 " layers.",
                 stacklevel=4,
             )
-        names, layers = list(_layers_of(model)), list(_layers_of(model).values())
+        layers = list(_layers_of(model).values())
         if wish.count > len(layers):
             raise ConfigurationError(
                 f"{wish.count} stages, but the model has {len(layers)} layers (children of its"
@@ -44,7 +44,8 @@ class SequentialCut(Cut):
             )
         cut = cls(model=model, stages=wish.count, places=None)
         if wish.cuts is not None:
-            return cut.at(check_places(_number_children(names, wish.cuts), len(layers)))
+            places = _number_children(list(_layers_of(model)), wish.cuts)
+            return cut.at(check_places(places, len(layers)))
         if wish.ppv is not None:
             return cut.at(check_places(_place_layers(layers, wish.ppv), len(layers)))
         Sharing.among(model, layers).refuse_ties("layers")  # wherever the cuts will be

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from offbeat.cutting.blocks import BlocksCut
 from offbeat.cutting.cut import Cut, Cuts, Model, Wish
-from offbeat.cutting.given import GivenCut, WholeCut
+from offbeat.cutting.given import GivenCut
 from offbeat.cutting.sequential import SequentialCut
 from offbeat.cutting.traced import TracedCut
 
-WAYS: tuple[type[Cut], ...] = (GivenCut, WholeCut, SequentialCut, BlocksCut, TracedCut)
+WAYS: tuple[type[Cut], ...] = (GivenCut, SequentialCut, BlocksCut, TracedCut)
 """The first that is for a model cuts it; the last is for every model."""
 
 
