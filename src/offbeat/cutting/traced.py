@@ -11,7 +11,7 @@ import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -74,6 +74,11 @@ class TracedCut(Cut):
         stages = _stages_of(self.model, paths, batch)
         compare_with_whole(self.model, stages, batch, ", ".join(paths), lend)
         return replace(self, places=tuple(paths), modules=tuple(stages), shapes=_shapes_of(batch))
+
+    def copy(self) -> Self:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its own deprecations
+            return super().copy()
 
     def sample(self, batch: Nest, micro_batches: int) -> Nest:
         return nest.split(batch, micro_batches)[0]  # recorded for the shape that stages will see
