@@ -23,6 +23,7 @@ from helpers import OPTIMIZERS, assert_same_bits
 from offbeat import methods
 from offbeat.app import cli
 from offbeat.averaging import AVERAGINGS
+from offbeat.cutting import ways
 from offbeat.methods import METHODS, Method
 from offbeat.schedules.schedule import Schedule
 from offbeat.schedules.table import Table
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 CHOOSE = ROOT / "docs" / "choose-a-method.md"
 ADD = ROOT / "docs" / "add-a-method.md"
+ADD_CUT = ROOT / "docs" / "add-a-cut.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARK = ROOT / "benchmarks" / "simulator"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -148,6 +150,7 @@ def test_python_examples_run_in_order(
     """One session per page, as a reader would paste it, in a folder where it may write."""
     (tmp_path / "tests" / "golden").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ways, "WAYS", ways.WAYS)  # a page adds one
     namespace: dict[str, Any] = {"__name__": page.stem}
     for block in blocks(page, "python"):
         run(block, namespace)
@@ -228,8 +231,10 @@ def test_diffs_fit_the_files_they_change() -> None:
     """What a reader should find beside the new line is there today, in this order."""
     registry = (ROOT / "src" / "offbeat" / "methods" / "__init__.py").read_text()
     cases = Path(test_oracles.__file__).read_text()
-    for diff, text in zip(blocks(ADD, "diff"), (registry, registry, cases), strict=True):
-        kept = [line[1:] for line in diff.text.splitlines() if line.startswith(" ")]
+    cuts = Path(ways.__file__).read_text()
+    diffs = blocks(ADD, "diff") + blocks(ADD_CUT, "diff")
+    for diff, text in zip(diffs, (registry, registry, cases, cuts, cuts), strict=True):
+        kept = [line[1:] for line in diff.text.splitlines() if line[0] in " -"]
         assert "\n".join(kept) in text, f"{diff} does not fit its file"
 
 
