@@ -248,20 +248,6 @@ def tower_batches() -> list[Batch]:
     return vector_batches(7, rows=8, dtype=torch.float32)
 
 
-def train_tower(replicas: int) -> dict[str, Any]:
-    trainer = trainer_for(
-        tower(),  # type: ignore[arg-type]
-        StaleWeights(),
-        stages=2,
-        replicas=replicas,
-        averaging=DaSGD(2, 1),
-    )
-    for x, y in trainer.batches(tower_batches()):
-        trainer.step(x, y)
-    trainer.evaluate(tower_batches())
-    return trainer.state_dict()
-
-
 def ping(value: int) -> int:
     return value * value
 

@@ -200,7 +200,7 @@ def test_a_rule_that_remembers_in_a_list_resumes_with_the_same_bits(tmp_path: Pa
 
 
 def test_a_snapshot_for_another_replica_has_no_debts() -> None:
-    (first, *_) = run(DaSGD(2, 1, warmup=2, compress="int8"))._workers
+    (first, *_) = run(DaSGD(2, 1, warmup=2, compress="int8"))._engine.workers
     assert first.averager is not None
     for debts in (True, False):
         state = first.averager.snapshot(debts=debts)

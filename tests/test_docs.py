@@ -26,6 +26,7 @@ from helpers import OPTIMIZERS, assert_same_bits
 from offbeat import methods
 from offbeat.app import cli
 from offbeat.averaging import AVERAGINGS, Averaging, averaging_named
+from offbeat.cutting import ways
 from offbeat.methods import METHODS, Method
 from offbeat.schedules.schedule import Schedule
 from offbeat.schedules.table import Table
@@ -37,6 +38,7 @@ CHOOSE = ROOT / "docs" / "choose-a-method.md"
 ADD = ROOT / "docs" / "add-a-method.md"
 AVERAGE = ROOT / "docs" / "add-an-averaging.md"
 REPLICAS = ROOT / "docs" / "replicas.md"
+ADD_CUT = ROOT / "docs" / "add-a-cut.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARK = ROOT / "benchmarks" / "simulator"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -153,6 +155,7 @@ def test_python_examples_run_in_order(
     """One session per page, as a reader would paste it, in a folder where it may write."""
     (tmp_path / "tests" / "golden").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ways, "WAYS", ways.WAYS)  # a page adds one
     namespace: dict[str, Any] = {"__name__": page.stem}
     for block in blocks(page, "python"):
         run(block, namespace)
@@ -242,13 +245,14 @@ def registry(of: str) -> str:
     [
         (ADD, [registry("methods")] * 2 + [Path(test_oracles.__file__).read_text()]),
         (AVERAGE, [Path(test_averaging.__file__).read_text()] + [registry("averaging")] * 2),
+        (ADD_CUT, [Path(ways.__file__).read_text()] * 2),
     ],
     ids=by_name,
 )
 def test_diffs_fit_the_files_they_change(page: Path, files: list[str]) -> None:
     """What a reader should find beside the new line is there today, in this order."""
     for diff, text in zip(blocks(page, "diff"), files, strict=True):
-        kept = [line[1:] for line in diff.text.splitlines() if line.startswith(" ")]
+        kept = [line[1:] for line in diff.text.splitlines() if line[0] in " -"]
         assert "\n".join(kept) in text, f"{diff} does not fit its file"
 
 

@@ -87,7 +87,11 @@ def main() -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     step = make_step(sys.argv[1])
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     for _ in range(WARM_UP):
         step()
     wait()

@@ -13,7 +13,8 @@ from offbeat.averaging import Averaging
 from offbeat.averaging.sharding import Sampler
 from offbeat.checkpoints import Checkpoints, Resumed
 from offbeat.corrections import Correction, Monitor
-from offbeat.cutting.cut import Cuts, Model, plan_cut
+from offbeat.cutting.cut import Cuts, Model
+from offbeat.cutting.ways import plan_cut
 from offbeat.elastic.joining import CatchingUp, let_in
 from offbeat.engines import checks, evaluation, feed, probe
 from offbeat.engines.choice import choose_engine, start_engine
@@ -126,7 +127,7 @@ class Trainer:
     ) -> None:
         cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         course = choose_course(method, corrections, cut, optimizer, model)
-        if isinstance(model, nn.Module) and stages is cuts is ppv is None:
+        if isinstance(model, nn.Module) and stages is None and cuts is None and ppv is None:
             checks.warn_of_one_stage(course.method, cut.stages)
         setup = Setup(
             course=course,
@@ -242,7 +243,7 @@ class Trainer:
     @property
     def cuts(self) -> tuple[int, ...] | tuple[str, ...] | None:
         """Where stages begin: children, blocks or paths; None until the first batch decides it."""
-        return self._pipeline.cut.paths or self._pipeline.cut.places
+        return self._pipeline.cut.places
 
     @property
     def lags(self) -> tuple[int, ...]:

@@ -30,11 +30,10 @@ _MISSING = object()
 def facts_of(pipeline: Pipeline) -> dict[str, Any]:
     """What must be the same for a run to go on exactly."""
     setup, cut = pipeline.setup, pipeline.cut
-    cuts = cut.paths or cut.places
     return {
         "method": describe(setup.course.method),
         "stages": cut.stages,
-        "cuts": None if cuts is None else list(cuts),
+        "cuts": None if cut.places is None else list(cut.places),
         "replicas": setup.replicas,
         "averaging": describe(setup.averaging),
         "corrections": [describe(correction) for correction in setup.course.corrections],

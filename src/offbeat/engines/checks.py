@@ -11,7 +11,7 @@ from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cutting.cut import Cut, Model
-from offbeat.errors import BatchError, ConfigurationError, other_shape, unknown
+from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.guards import Guards
 from offbeat.methods import Method, method_named
 from offbeat.methods.auto import Auto, Plan, plan_for
@@ -20,7 +20,6 @@ from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.stage import Loss
-from offbeat.stages.versions import overlapping
 
 _MOST_REPLICAS = 4096
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -181,29 +180,6 @@ def warn_of_idle_corrections(
         )
 
 
-def refuse_overlapping(cut: Cut, *, in_turn: bool, copied: bool) -> None:
-    """Of the whole model, so that all processes refuse alike; a stage looks at its own.
-
-    ``in_turn``: one process runs all stages, without lag. ``copied``: it has several replicas.
-    """
-    at = {id(p): stage for stage, m in enumerate(cut.modules()) for p in m.parameters()}
-    parameters = dict(cut.model.named_parameters())
-    for names in overlapping(parameters.items()):
-        stages = [at[id(parameters[n])] for n in names if id(parameters[n]) in at]
-        if len(set(stages)) > 1 and not in_turn:
-            why = f"stages {' and '.join(map(str, stages))} update their own weights"
-        elif copied:
-            why = "replicas are copies, in which each has memory of its own"
-        else:
-            continue
-        raise ConfigurationError(
-            f"{names[0]!r} and {names[1]!r} are two parameters in the same memory, and {why}, so"
-            " that an update of one would no longer reach the other. Give each its own:"
-            " nn.Parameter(view.clone()). If they are to be one weight, assign one nn.Parameter to"
-            " both modules, and cut so that both fall into one stage."
-        )
-
-
 def check_loader(loader: object) -> None:
     if isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader):
         raise BatchError("evaluate() takes a loader of (x, y) pairs; for one batch give [(x, y)].")
@@ -317,19 +293,6 @@ def warn_of_small_parts(batch: Nest, parts: int, plan: Plan) -> None:
         )
 
 
-def check_traced_shapes(pieces: Sequence[Nest], traced: Nest) -> None:
-    """``traced``: what the model was recorded for; None before that."""
-    wanted = _shapes_of(pieces[0] if traced is None else traced)
-    for piece in pieces:
-        for was, now in zip(wanted, _shapes_of(piece), strict=True):
-            if was != now:
-                raise other_shape(was, now)
-
-
-def _shapes_of(batch: Nest) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in nest.tensors(batch)]
-
-
 def rows_of(batch: Nest) -> int:
     first = nest.tensors(batch)[0]
     return first.size(0) if first.dim() else 1
@@ -378,11 +341,7 @@ def check_balance(balance: str, engine: str, cut: Cut) -> None:
             "balance='measured' under processes: each would measure other times and cut elsewhere."
             " Measure in one process, print trainer.cuts and give them as cuts=."
         )
-    if cut.paths is not None:
-        raise ConfigurationError(
-            f"balance='measured': the parts of this {type(cut.model).__name__}, which is traced,"
-            " cannot be run alone. Leave out balance, or give cuts=."
-        )
+    cut.check_timing()
 
 
 def check_compile(compile: bool, autocast: torch.dtype | None, methods: Iterable[Method]) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.cutting.blocks import call, modes_kept
 from offbeat.engines.checks import check_devices, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
 from offbeat.stages.stage import Loss, precision
+from offbeat.stages.trial import call, keep_modes
 
 if TYPE_CHECKING:
     from offbeat.engines.pipeline import Pipeline
@@ -81,7 +81,7 @@ def evaluate(
         # Nobody else waits for what an error in one process leaves undone.
         pipeline.stopping_on_error(alone=False),
         engine.between_steps(),
-        modes_kept(model),
+        keep_modes(model),
         torch.no_grad(),
     ):
         model.eval()

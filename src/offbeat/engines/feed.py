@@ -31,9 +31,8 @@ def divide(pipeline: "Pipeline", x: Nest, y: Nest) -> list[Shard]:
     if nest.tensors([x, y]):
         by_auto = pipeline.setup.course.plan is not None
         checks.check_rows(list(shards[0]), parts, pipeline.method, by_auto=by_auto)
-    if placement.holds(0) and pipeline.cut.paths is not None:
-        pieces = [piece for x, _ in shards for piece in nest.split(x, parts)]
-        checks.check_traced_shapes(pieces, pipeline.first)
+    if placement.holds(0):
+        pipeline.cut.check_batch([x for x, _ in shards], parts)
     if placement.holds(-1) and parts > 1 and not nest.tensors(y):
         raise BatchError(
             f"y is a {type(y).__name__} without a tensor in it, and it is to be split into"
@@ -52,9 +51,7 @@ def warn_of_small_parts(pipeline: "Pipeline", shards: Sequence[Shard]) -> None:
 def first_of(pipeline: "Pipeline", shards: Sequence[Shard]) -> Nest:
     """What the stages are made from."""
     first, _ = shards[0]
-    if pipeline.cut.paths is not None:  # recorded for the shape that stages will see
-        return nest.split(first, pipeline.schedule.micro_batches)[0]
-    return first
+    return pipeline.cut.sample(first, pipeline.schedule.micro_batches)
 
 
 def hand_out(pipeline: "Pipeline", shards: Sequence[Shard]) -> None:

@@ -21,7 +21,7 @@ class Models:
     def begin(self, cut: Cut, replicas: int) -> None:
         """Makes the copies, and settles what is trained."""
         # Replica 0's is the user's own model.
-        self.cuts = [cut, *(cut.copied() for _ in range(1, replicas))]
+        self.cuts = [cut, *(cut.copy() for _ in range(1, replicas))]
         own, *copies = self
         self._frozen = [(name, p) for name, p in own.named_parameters() if not p.requires_grad]
         for copy in copies:

@@ -11,9 +11,10 @@ from torch import Tensor
 from offbeat.averaging.averager import Averager
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
 from offbeat.corrections.corrector import Corrector, Fill
-from offbeat.cutting.cut import Balancing, Cut, counted_cuts, order_of_norms
-from offbeat.cutting.timing import measured_cuts
-from offbeat.engines import checks, feed
+from offbeat.cutting.counting import cut_by_count
+from offbeat.cutting.cut import Balance, Cut
+from offbeat.cutting.timing import cut_by_time
+from offbeat.engines import feed
 from offbeat.engines.base import Engine
 from offbeat.engines.models import Models
 from offbeat.engines.position import Position
@@ -86,18 +87,17 @@ class Pipeline:
         """Makes the workers of this process."""
         placement = self.engine.placement
         self.first = batch
-        self.cut = self.cut.weighed(batch, self._balancing)
-        checks.refuse_overlapping(
-            self.cut,
+        self.cut = self.cut.decide(batch, self._balance)
+        self.cut.sharing().refuse_overlaps(
             in_turn=self.setup.is_synchronous and self.engine.runs_in_turn,
-            copied=len(placement.replicas_here) > 1,
+            copies=len(placement.replicas_here) > 1,
         )
         self.models.begin(self.cut, len(placement.replicas_here))
         for replica, cut in zip(placement.replicas_here, self.models.cuts, strict=True):
-            modules = cut.modules()
+            modules = cut.modules
             heads = self.recipe.heads((phase for phase, _ in self._phases), modules, batch)
             names = {id(p): name for name, p in cut.model.named_parameters()}
-            norm_order = order_of_norms(cut.model, modules)
+            norm_order = cut.norm_order()
             for stage in self.recipe.stages(modules, heads, placement.stages_of(replica), replica):
                 stage.norm_order = norm_order
                 stage.names |= names
@@ -111,11 +111,11 @@ class Pipeline:
             self.when_built()
 
     @property
-    def _balancing(self) -> Balancing:
+    def _balance(self) -> Balance:
         if self.setup.balance == "counted":
-            return counted_cuts
+            return cut_by_count
         side_by_side = self.engine.lanes is not None
-        return partial(measured_cuts, autocast=self.setup.autocast, side_by_side=side_by_side)
+        return partial(cut_by_time, autocast=self.setup.autocast, side_by_side=side_by_side)
 
     def _worker(self, stage: Stage, transport: Transport, guard: Guard) -> Worker:
         setup, engine = self.setup, self.engine
@@ -266,7 +266,7 @@ class Pipeline:
         values: dict[int, Tensor] = {}
         with self.engine.between_steps():
             states = self.replicas.states(self.engine.workers)
-            for stage, module in enumerate(self.cut.modules() if self.is_built else []):
+            for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)
                 own = list(states.get(stage, entries).values())
                 everyone = self.engine.share_tensors(own, stage)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from offbeat import nest
-from offbeat.cutting.blocks import modes_kept
 from offbeat.engines.worker import Worker
 from offbeat.nest import Nest
 from offbeat.rng import seed_for, seeded
 from offbeat.stages.build import Recipe
 from offbeat.stages.stage import Stage, precision
+from offbeat.stages.trial import keep_modes
 from offbeat.transport.base import Key
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def probe(pipeline: "Pipeline", x: Nest, y: Nest) -> dict[int, float]:
     engine = pipeline.engine
     with (
         pipeline.stopping_on_error(alone=False),
-        modes_kept(pipeline.cut.model),
+        keep_modes(pipeline.cut.model),
         torch.enable_grad(),
     ):
         shown = engine.shown_workers()
