@@ -1,5 +1,12 @@
 """One thread per test process: two of them share two cores, and thread counts change bits."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Without pytest-timeout its setting in pyproject.toml is known all the same, and ignored."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds a test may take, for pytest-timeout")
