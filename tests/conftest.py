@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import forks
+
 torch.set_num_threads(1)
 
 
@@ -10,3 +12,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Without pytest-timeout its setting in pyproject.toml is known all the same, and ignored."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds a test may take, for pytest-timeout")
+
+
+@pytest.fixture(autouse=True)
+def processes_are_forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of ``offbeat.launch`` come from a process that has imported PyTorch already."""
+    if request.node.get_closest_marker("fresh_processes") is None:
+        monkeypatch.setattr("offbeat.engines.launcher.subprocess", forks)
