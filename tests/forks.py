@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import json
 import os
 import random
@@ -162,8 +161,6 @@ def main() -> None:
     warm_up()
     torch.set_rng_state(before)
     threads = os.listdir("/proc/self/task") if Path("/proc/self/task").exists() else []
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy what it looks at
     assert len(threads) <= 1, "a fork would have a copy of the memory of threads, but no threads"
     link = socket.socket(fileno=int(sys.argv[1]))
     try:
