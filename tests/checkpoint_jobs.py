@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,15 +16,11 @@ from torch import Tensor, nn
 import offbeat
 from helpers import Batch, cnn, image_batches, trainer_for, vector_batches
 from jobs import dropout_net
+from offbeat import averaging, methods
 from offbeat.averaging import (
-    CO2,
     AllReduce,
     Averaging,
-    CoCoD,
     DaSGD,
-    DiLoCo,
-    EagerDiLoCo,
-    LocalSGD,
     OverlapLocalSGD,
     PostLocalSGD,
     StreamingDiLoCo,
@@ -42,15 +40,10 @@ from offbeat.errors import ConfigurationError, OffbeatError, StoppedError
 from offbeat.methods import (
     ADL,
     DDG,
-    DGL,
     DSP,
-    FDG,
-    FeaturesReplay,
     GPipe,
     Method,
-    OneFOneB,
     Phases,
-    PipeDream,
     PipeDream2BW,
     StaleWeights,
     Synchronous,
@@ -59,19 +52,34 @@ from offbeat.methods import (
 STEPS = 11
 ROWS = 8
 
+SETTINGS: dict[str, Any] = {"every": 3, "delay": 2, "switch": 4, "times": 3.0}
+"""For settings without a default, by name."""
+
+
+def example_of(kind: Any) -> Any:
+    """An object of any class of METHODS, AVERAGINGS or CORRECTIONS."""
+    needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+    unknown = sorted({*needed} - {*SETTINGS})
+    assert not unknown, (
+        f"{kind.__name__} has no defaults for {unknown}: give examples of them in SETTINGS of"
+        " tests/checkpoint_jobs.py, so that checkpoints are tested with it."
+    )
+    values = {name: SETTINGS[name] for name in needed}
+    if kind is ClipPerStage:  # of norm and times one is needed
+        values = {"times": SETTINGS["times"]}
+    return kind(**values)
+
+
+def one_of_each(kinds: Iterable[Any], *instead: Any) -> list[Any]:
+    """An object of every class of a registry; ``instead``: those with other settings."""
+    given = {type(thing): thing for thing in instead}
+    return [given[kind] if kind in given else example_of(kind) for kind in kinds]
+
+
+THREE_PHASES = Phases((StaleWeights(), 4), (DDG(), 3), (Synchronous(), None))
+
 METHODS: list[Method] = [
-    Synchronous(),
-    GPipe(2),
-    OneFOneB(),
-    PipeDream(),
-    PipeDream2BW(),
-    DDG(),
-    FeaturesReplay(),
-    FDG(),
-    StaleWeights(),
-    ADL(accumulate=3),
-    DSP(),
-    DGL(),
+    *one_of_each(methods.METHODS, GPipe(2), ADL(accumulate=3)),
     # every rule, with lag, with micro-batches half-way and with versions by name
     StaleWeights(backward="stash"),
     StaleWeights(backward="recompute"),
@@ -80,30 +88,25 @@ METHODS: list[Method] = [
     PipeDream2BW(backward="current"),
     PipeDream2BW(backward="recompute"),
     DSP(lag=(5, 3, 0)),
-    Phases((StaleWeights(), 4), (DDG(), 3), (Synchronous(), None)),
+    THREE_PHASES,
 ]
 
 AVERAGINGS: list[Averaging] = [
-    AllReduce(),
+    *one_of_each(
+        averaging.AVERAGINGS,
+        PostLocalSGD(every=2, switch=4),
+        DaSGD(every=3, delay=2, keep=0.25),
+        OverlapLocalSGD(every=3, momentum=0.7),
+        StreamingDiLoCo(every=4, delay=2, fragments=2),
+    ),
     AllReduce(compress="int8"),
-    LocalSGD(3),
-    PostLocalSGD(every=2, switch=4),
-    DaSGD(every=3, delay=2, keep=0.25),
     DaSGD(every=3, delay=2, keep=0.25, compress="int8"),
     DaSGD(every=3, delay=2, compress="bf16", warmup=2, optimizer_state="average"),
-    CoCoD(3),
-    OverlapLocalSGD(every=3, momentum=0.7),
-    DiLoCo(3),
-    StreamingDiLoCo(every=4, delay=2, fragments=2),
-    EagerDiLoCo(3),
-    CO2(3),
 ]
-
 
 CORRECTED: list[list[Correction]] = [
     [],
-    *([correction()] for correction in CORRECTIONS if correction is not ClipPerStage),
-    [ClipPerStage(times=3.0)],
+    *([correction] for correction in one_of_each(CORRECTIONS)),
     [Predict(horizon="fitted"), SpikeCompensation()],
     [Predict(direction="difference"), RateByLag(), GapAware()],
 ]

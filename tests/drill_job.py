@@ -31,7 +31,7 @@ import torch
 from checkpoint_jobs import AVERAGINGS, CORRECTED, METHODS, fit, fresh, job_of, reading
 from kill_job import free_port, left_behind, warm_up, watch
 from offbeat.checkpoints.folder import candidates
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, ConfigurationError
 
 STEPS = 40
 FAULTS = ("kill one", "kill all", "terminate", "interrupt", "full disk", "truncated file")
@@ -67,7 +67,9 @@ def make_plans(count: int, seed: int, layouts: tuple[tuple[int, int, bool], ...]
     for number in range(count):
         stages, replicas, apart = layouts[number % len(layouts)]
         method, every = next(methods), draw.choice([1, 2, 3, 5])
-        if "lag=(5" in str(METHODS[method]):  # which is made for three stages
+        try:
+            METHODS[method].schedule(stages)
+        except ConfigurationError:  # its lags are given for three stages
             stages, replicas = 3, 1
         corrections = next(corrected)
         if not fit(CORRECTED[corrections], METHODS[method], stages):

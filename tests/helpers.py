@@ -90,26 +90,27 @@ def plain_loop(
     micro_batches: int = 1,
     clip: float | None = None,
     scheduler: Callable[[Optimizer], Any] | None = None,
+    loss: Callable[..., Tensor] = nn.functional.cross_entropy,
 ) -> tuple[nn.Sequential, list[float]]:
     """Ordinary PyTorch training; returns the trained copy and the losses."""
     model = copy.deepcopy(model)
-    made = optimizer(model.parameters())
-    schedule = None if scheduler is None else scheduler(made)
+    steps = optimizer(model.parameters())
+    schedule = None if scheduler is None else scheduler(steps)
     losses = []
     for x, y in batches:
-        made.zero_grad()
+        steps.zero_grad()
         total = 0.0
         for part, target in zip(
             x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True
         ):
-            loss = nn.functional.cross_entropy(model(part), target)
+            share = loss(model(part), target)
             if micro_batches > 1:
-                loss = loss * (len(part) / len(x))
-            loss.backward()
-            total += loss.item()
+                share = share * (len(part) / len(x))
+            share.backward()
+            total += share.item()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        made.step()
+        steps.step()
         if schedule is not None:
             schedule.step()
         losses.append(total)

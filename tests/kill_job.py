@@ -9,6 +9,7 @@ printed, one line of JSON per row, is what they did by themselves.
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -110,12 +111,18 @@ def become(rank: int, ranks: int, port: int, output: Path) -> None:
 
 
 def warm_up() -> None:
-    """Imports what is otherwise imported on first use, once for all ranks; starts no thread."""
+    """Imports what is otherwise imported on first use, once for all ranks; starts no thread.
+
+    Python's collector leaves alone what is there by then: a fork that ends would look at all of it
+    once more, which takes a second.
+    """
     model = nn.Linear(2, 2)
     offbeat.Trainer([model], loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    gc.collect()
+    gc.freeze()
 
 
 def free_port() -> int:

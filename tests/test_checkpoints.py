@@ -25,8 +25,11 @@ from checkpoint_jobs import (
     AVERAGINGS,
     METHODS,
     STEPS,
+    THREE_PHASES,
     adamw,
     assert_same_end,
+    example_of,
+    fit,
     fresh,
     go_on,
     interrupted,
@@ -36,7 +39,7 @@ from checkpoint_jobs import (
     unpunctual,
 )
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
-from offbeat.averaging import Averaging, DaSGD
+from offbeat.averaging import CO2, Averaging, DaSGD
 from offbeat.checkpoints import Resumed, tensorfile
 from offbeat.checkpoints.folder import MANIFEST
 from offbeat.corrections import (
@@ -89,10 +92,10 @@ def test_averages_under_way_are_kept(tmp_path: Path, averaging: Averaging) -> No
 def test_corrections_remember_what_is_in_flight(
     tmp_path: Path, correction: Any, accumulate: int
 ) -> None:
-    made = correction(times=3.0) if correction.name == "clip-per-stage" else correction()
-    rule: Any = "current" if correction.name == "rewind" else "stash"
-    method = StaleWeights(backward=rule, accumulate=accumulate)
-    settings = {"stages": 3, "corrections": [made], "monitor": Monitor(every=2, probe=True)}
+    corrections = [example_of(correction)]
+    methods = [StaleWeights(backward=rule, accumulate=accumulate) for rule in ("stash", "current")]
+    method = next(method for method in methods if fit(corrections, method, 3))
+    settings = {"stages": 3, "corrections": corrections, "monitor": Monitor(every=2, probe=True)}
     assert_same_end(*interrupted(tmp_path, "dropout", method, 6, **settings))
 
 
@@ -144,7 +147,7 @@ def test_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
             (StaleWeights(), 4),
             (ADL(accumulate=3), 5),
             (DSP(), 1),
-            (METHODS[-1], 6),
+            (THREE_PHASES, 6),
         )
     ]
     for of_rank in launch(interrupted_all, 2, str(tmp_path / "row"), one_replica, timeout_s=100):
@@ -155,7 +158,7 @@ def test_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
 def test_replicas_in_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
     jobs = [
         ("dropout", StaleWeights(), 6, {"stages": 2, "replicas": 2, "averaging": averaging})
-        for averaging in (DaSGD(every=3, delay=2), AVERAGINGS[-1])
+        for averaging in (DaSGD(every=3, delay=2), CO2(3))
     ]
     for of_rank in launch(interrupted_all, 4, str(tmp_path), jobs, timeout_s=100):
         for ours, theirs in of_rank:
@@ -1016,7 +1019,7 @@ def test_drained_checkpoints_pass_between_methods_and_replicas(tmp_path: Path) -
         "stale": lambda: fresh("dropout", StaleWeights(), stages=3),
         "adl": lambda: fresh("dropout", ADL(accumulate=2), stages=2),
         "replicas": lambda: fresh("dropout", DSP(), stages=2, replicas=2, averaging=DaSGD(2, 1)),
-        "greedy": lambda: fresh("dropout", METHODS[11], stages=2),
+        "greedy": lambda: fresh("dropout", DGL(), stages=2),
     }
     for name, made in make.items():
         folder = tmp_path / name

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,110 @@ def test_the_listing_is_the_architecture() -> None:
     """Whoever adds an entry here asks first whether two others belong together."""
     entries = {p.name for p in PACKAGE.iterdir() if p.name != "__pycache__"}
     assert len(entries - {"__init__.py", "__main__.py", "py.typed"}) <= 22, sorted(entries)
+
+
+# ------------------------------------------------------------------ sizes, and friends
+
+MOST_LINES = 450
+LINES_ALLOWED = {
+    "app/cli/__init__.py": 491, "app/training.py": 665, "checkpoints/__init__.py": 507,
+    "corrections/corrector.py": 463, "cutting/blocks.py": 554, "engines/processes.py": 597,
+    "guards/guard.py": 456, "stages/recorded.py": 610, "stages/stage.py": 485, "trainer.py": 897,
+}  # fmt: skip
+"""Files that are still longer. Nothing may join; ``trainer.py`` ends at 400."""
+MOST_LINES_OF_A_FUNCTION = 60
+FUNCTIONS_ALLOWED = {"engines/processes.py:__init__": 89, "trainer.py:__init__": 111}
+MOST_PRIVATES = 161
+PRIVATES: dict[str, str] = {}
+"""Accesses to private attributes of other objects, "file: expression", and why each is needed."""
+
+
+def test_no_file_is_long() -> None:
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in FILES}
+    long = {n: k for n, k in lengths.items() if k > LINES_ALLOWED.get(n, MOST_LINES)}
+    assert not long, f"divide these files by what they are about: {long}"
+
+
+def functions_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Every function of a file and its lines, decorators not counted."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(PACKAGE)}:{node.name}", node.end_lineno - node.lineno + 1
+
+
+def test_no_function_is_long() -> None:
+    most = MOST_LINES_OF_A_FUNCTION
+    lengths = [pair for path in FILES for pair in functions_of(path)]
+    assert len(lengths) > 1000
+    long = {name: k for name, k in lengths if k > FUNCTIONS_ALLOWED.get(name, most)}
+    assert not long, f"more than {most} lines: {long}"
+
+
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+"""Public, with an underscore so that fields may have any name."""
+
+
+def privates_in(text: str) -> Iterator[str]:
+    """Expressions that reach for a private attribute of another object, such as ``other._x``.
+
+    One's own are those of self, cls and super(). What comes from a foreign package is no object
+    of ours: that package says what is private (torch._C has no public name).
+    """
+    tree = ast.parse(text)
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign |= {(a.asname or a.name).split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("offbeat"):
+            foreign |= {a.asname or a.name for a in node.names}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            continue
+        if node.attr.startswith("__") or node.attr in NAMED_TUPLE:
+            continue
+        owner = ast.unparse(node.value)
+        own = owner in {"self", "cls", "super()", "type(self)"}
+        if not own and owner.split(".")[0] not in foreign:
+            yield ast.unparse(node)
+
+
+def test_what_counts_as_private() -> None:
+    text = """
+        import torch
+        from offbeat.stages.stage import Stage
+        self._a, cls._b, super()._c, torch._C._d, other.__dict__, row._replace
+        other._e, self.stage._f, Stage._g, things[0]._h
+    """
+    found = list(privates_in(textwrap.dedent(text)))
+    assert found == ["other._e", "self.stage._f", "Stage._g", "things[0]._h"]
+
+
+def test_objects_keep_to_what_others_show() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}: {expression}"
+        for path in FILES
+        for expression in privates_in(path.read_text())
+    ]
+    assert len(found) <= MOST_PRIVATES, "\n".join([f"{len(found)} accesses", *sorted(found)])
+    if PRIVATES:
+        unexplained = sorted({*found} - {*PRIVATES})
+        assert not unexplained, "\n".join(
+            ["make these public, or say why in PRIVATES", *unexplained]
+        )
+        assert {*PRIVATES} <= {*found}, f"no longer there: {sorted({*PRIVATES} - {*found})}"
+    assert all(len(reason) > 10 for reason in PRIVATES.values())
+
+
+def test_layers_are_folders() -> None:
+    """Every entry of the package stands in one layer, and every layer names what exists."""
+    entries = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or p.is_dir()}
+    entries -= {"__init__", "__pycache__"}
+    listed = [name for names in LAYERS for name in names]
+    assert sorted(listed) == sorted(entries)
+
+
+# ------------------------------------------------------------------ names
 
 
 def test_exported_names() -> None:

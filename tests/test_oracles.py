@@ -159,7 +159,8 @@ def test_method_equals_its_oracle(name: str, stages: int, optimizer: str) -> Non
 
 def test_every_method_has_an_oracle() -> None:
     tested = {type(case.method(2)) for case in CASES.values()} | {DGL}
-    assert tested == set(METHODS)
+    missing = [kind.name for kind in METHODS if kind not in tested]
+    assert not missing, f"no oracle for {missing}: add a case of each to CASES in {__file__}"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -24,7 +24,7 @@ PACKAGE = Path(offbeat.__file__).parent
 
 # The launcher and its children exchange a call and its result through a folder that only their
 # user can open; batches of CIFAR are read by an unpickler that knows nothing but arrays.
-MAY_PICKLE = {"processes/launcher.py", "processes/child.py", "zoo/data/formats.py"}
+MAY_PICKLE = {"engines/launcher.py", "engines/child.py", "zoo/data/formats.py"}
 OBJECT_COLLECTIVES = {
     "all_gather_object",
     "broadcast_object_list",
@@ -81,6 +81,7 @@ def test_processes_exchange_no_objects() -> None:
     assert offbeat.launch(jobs.train_without_pickle, 4, timeout_s=100) == [True] * 4
 
 
+@pytest.mark.fresh_processes  # the parent of a fork is not who launched it
 def test_launch_listens_on_this_machine_alone() -> None:
     """Its store once listened on every address of the machine."""
     for addresses in offbeat.launch(jobs.listening_addresses, 2):

@@ -1,5 +1,6 @@
 """What the kernels of ensembles share: Triton, where it is there, a layout, and how to check."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,7 +12,10 @@ try:
 except ImportError:  # PyTorch for the CPU comes without
     triton = tl = None
 
-__all__ = ["channels_last", "draws", "error_of", "in_triton", "tl", "triton"]
+MOST_ERROR = 0.01
+"""Of bfloat16 kernels against exact ones, relative."""
+
+__all__ = ["MOST_ERROR", "channels_last", "draws", "error_of", "in_triton", "tl", "triton"]
 
 
 def in_triton(x: Tensor) -> bool:
@@ -34,8 +38,11 @@ def draws(device: torch.device) -> Callable[..., Tensor]:
 
 
 def error_of(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest of the relative errors."""
-    return max(
-        float((one.detach().double() - other.detach()).norm() / other.detach().norm())
-        for one, other in zip(found, exact, strict=True)
+    """The largest of the relative errors; infinite where something is not a number."""
+    errors = torch.stack(
+        [
+            (one.detach().double() - other.detach()).norm() / other.detach().norm()
+            for one, other in zip(found, exact, strict=True)
+        ]
     )
+    return float(errors.nan_to_num(nan=math.inf).max())

@@ -29,14 +29,12 @@ from benchmarks.accuracy.configurations import (
     Recipe,
     Way,
 )
+from benchmarks.accuracy.kernels import MOST_ERROR
 from benchmarks.accuracy.mnist import Mnist
 from benchmarks.accuracy.training import Images, Job, gib_of, job_of, train
 from benchmarks.averaging.data import Cifar
 from benchmarks.averaging.summary import read
 from benchmarks.pool import Pool, Row, Run, Store, need
-
-MOST_ERROR = 0.01
-"""Of bfloat16 kernels against exact ones."""
 
 
 def prepared(arguments: argparse.Namespace, until: float) -> Run:
