@@ -20,7 +20,6 @@ from offbeat.averaging.replicas import Replicas, mean_of, state_of
 from offbeat.averaging.sharding import Sampler, shards_of
 from offbeat.checkpoints import Checkpoints, Resumed
 from offbeat.corrections import Correction, Monitor
-from offbeat.corrections.corrector import Corrector, Fill
 from offbeat.cutting.blocks import call, modes_kept
 from offbeat.cutting.cut import Balancing, Cuts, Model, counted_cuts, order_of_norms, plan_cut
 from offbeat.cutting.timing import measured_cuts
@@ -42,6 +41,7 @@ from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.build import Recipe
+from offbeat.stages.fill import Fill
 from offbeat.stages.lanes import marked
 from offbeat.stages.memory import StageMemory
 from offbeat.stages.stage import Loss, Stage, precision
@@ -488,23 +488,16 @@ class Trainer:
 
     def _follow(self, worker: Worker, first_batch: int, first_update: int | None = None) -> None:
         """Lets a worker and its stage run by the present method."""
-        schedule, method = self._schedule, self.method
         stage = worker.stage
-        fill = Fill(
-            lag=schedule.lags[stage.index],
-            micro_batches=schedule.micro_batches,
-            first_batch=first_batch,
-            first_update=stage.version if first_update is None else first_update,
+        worker.begin(
+            Fill.of(
+                self.method,
+                self._schedule,
+                stage.index,
+                first_batch=first_batch,
+                first_update=stage.version if first_update is None else first_update,
+            )
         )
-        stage.corrector.begin(fill, stage.optimizers)
-        stage.follow(
-            method.rule,
-            in_flight=schedule.in_flight(stage.index),
-            kept_versions=schedule.kept_versions(stage.index),
-            shrink=method.shrink * stage.corrector.shrinkage,
-            local_loss=schedule.local_losses,
-        )
-        worker.begin(schedule, first_batch, first_update)
 
     def _feed(self, shards: Sequence[tuple[Nest, Nest]]) -> None:
         """Hands every replica its part, in micro-batches, at the stages here that need it."""
@@ -804,13 +797,7 @@ class Trainer:
         )
 
     def _worker(self, stage: Stage, transport: Transport, guard: Guard) -> Worker:
-        stage.corrector = Corrector(
-            self._corrections,
-            stage=stage.index,
-            stages=self.stages,
-            parameters=[p for p in stage.parameters if p.requires_grad],
-            monitor=self._monitor,
-        )
+        stage.correct(self._corrections, stages=self.stages, monitor=self._monitor)
         averager = None
         if self.averaging is not None:
             averager = Averager(self.averaging, stage, self.replicas, transport, self._ledger)

@@ -5,7 +5,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from offbeat import nest
 from offbeat.engines.worker import Worker, run_in_turn
 from offbeat.records.ledger import Event, Ledger
-from offbeat.stages.lanes import Instant, Lane, current_stream, marked
+from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, current_stream, marked
 from offbeat.transport.base import Key
 from offbeat.transport.memory import Memory
 
@@ -38,20 +37,22 @@ class Streams:
                 " other there: set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first use of CUDA.",
                 stacklevel=3,
             )
-        self.lanes: list[tuple[Lane, Lane]] = []
+        self.lanes: list[Lanes] = []
+        addresses = Addresses()
         for _ in range(stages):
             lane = Lane(device)
             # Forward and backward go side by side where that leaves every lane its own queue.
-            self.lanes.append((lane, Lane(device) if 2 * stages <= queues else lane))
-        self.ledger = LateLedger(ledger, self.lanes[-1][0])
-        self.transport = LaneMemory()
+            back = Lane(device) if 2 * stages <= queues else lane
+            self.lanes.append(Lanes(lane, back, addresses))
+        self.ledger = LateLedger(ledger, self.lanes[-1].forward)
+        self.transport = LaneMemory(addresses)
         self._ahead: deque[Instant] = deque()
 
     def run(self, workers: Sequence[Worker]) -> None:
         """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
-        with self.lanes[0][0].from_caller():
+        with self.lanes[0].forward.from_caller():
             run_in_turn(workers)
-        self._ahead.append(self.lanes[-1][0].now())
+        self._ahead.append(self.lanes[-1].forward.now())
         # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
         if len(self._ahead) > 2 * len(self.lanes) + 2:
             self._ahead.popleft().event.synchronize()
@@ -59,7 +60,7 @@ class Streams:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Lets the caller's own stream see all work queued so far, and lanes what it does."""
-        lanes = list(chain.from_iterable(self.lanes))
+        lanes = [lane for of_stage in self.lanes for lane in (of_stage.forward, of_stage.backward)]
         for lane in lanes:
             lane.caller_waits()
         try:
@@ -72,6 +73,10 @@ class Streams:
 class LaneMemory(Memory):
     """Messages between lanes: a reference, and the instant from which it may be read."""
 
+    def __init__(self, addresses: Addresses) -> None:
+        super().__init__()
+        self._addresses = addresses
+
     def send(self, key: Key, message: Any) -> None:
         super().send(key, (message, current_stream().record_event()))
 
@@ -79,8 +84,8 @@ class LaneMemory(Memory):
         message, ready = super().receive(key)
         stream = current_stream()
         stream.wait_event(ready)
-        for tensor in nest.tensors(message):
-            if not hasattr(tensor, "awaits"):  # memory of a slot is never given back
+        if key.what != "activation" or not self._addresses.known(key.to, key.batch):
+            for tensor in nest.tensors(message):
                 tensor.record_stream(stream)
         return message
 
