@@ -16,7 +16,8 @@ from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.rng import seed_for, seeded
 from offbeat.stages.heads import default_head
 from offbeat.stages.lanes import Lanes
-from offbeat.stages.stage import Loss, Stage
+from offbeat.stages.network import Loss, Network
+from offbeat.stages.stage import Stage
 from offbeat.stages.trial import outputs_of
 
 
@@ -45,7 +46,7 @@ class Recipe:
         stages = []
         for index in here:
             has_loss = heads[index] is not None or index == len(modules) - 1
-            stage = Stage(
+            network = Network(
                 index,
                 modules[index],
                 seed=self.seed,
@@ -55,8 +56,8 @@ class Recipe:
                 head=heads[index],
                 autocast=self.autocast,
                 compile=self.compile,
-                lanes=None if self.lanes is None else self.lanes[index],
             )
+            stage = Stage(network, None if self.lanes is None else self.lanes[index])
             _attach_optimizers(stage, self.optimizer, self.scheduler)
             stages.append(stage)
         return stages

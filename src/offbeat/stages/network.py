@@ -16,6 +16,7 @@ from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
+from offbeat.stages.habits import Habits
 from offbeat.stages.versions import SavedTensors
 
 Loss = Callable[[Nest, Nest], Tensor]
@@ -41,18 +42,17 @@ class Network:
         self.module = module
         self.head = head
         self.device = device
+        self.replica = replica
         self.modules = [module] if head is None else [module, head]
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.of_model = sum(p.requires_grad for p in module.parameters())
         """So many of these, the first, are the model's; the rest is the head's."""
-        self.buffers = WrittenBuffers(self.modules)
-        self.inputs_changed: bool | None = None
-        """Whether the module writes into its input; None before its first call."""
+        self.habits = Habits()
+        self.buffers = WrittenBuffers(self.modules, self.habits)
         self._compiled = Compiled(index, module) if compile else module
         self._loss = loss
         self._seed = seed
-        self._replica = replica
         self._autocast = autocast
         self.begin(Fill(), 1.0)
 
@@ -63,7 +63,8 @@ class Network:
         self.local_loss = fill.local_loss
         self._shrink = shrink
         compiled = self.modules if isinstance(self._compiled, Compiled) else ()
-        self.saved = SavedTensors(self.index, self.parameters, fill.rule, compiled)
+        self.habits.inspected = False
+        self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
     # ---------------------------------------------------------------- forward
 
@@ -106,7 +107,7 @@ class Network:
         return output, work.loss
 
     def seed_of(self, batch: int) -> int:
-        return seed_for(self._seed, replica=self._replica, stage=self.index, micro_batch=batch)
+        return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
 
     def _call(self, given: Nest) -> Nest:
         """Calls the module so that a layer that writes in place spoils nobody's tensor.
@@ -115,20 +116,20 @@ class Network:
         do go on paying for a copy.
         """
         passed = given
-        if self.inputs_changed is not False:
+        if self.habits.inputs_changed is not False:
             passed = nest.replace(given, lambda t: t.clone())
         before = [tensor._version for tensor in nest.tensors(passed)]
         # Compiled code would hide its operations from the inspection of a first graph.
-        inspected = self.rule in (None, "recompute") or self.saved.inspected
+        inspected = self.rule in (None, "recompute") or self.habits.inspected
         output = self._compiled(passed) if inspected else self.module(passed)
         changed = before != [tensor._version for tensor in nest.tensors(passed)]
-        if changed and self.inputs_changed is False:
+        if changed and self.habits.inputs_changed is False:
             raise StageError(
                 f"stage {self.index} ({_describe(self.module)}) began to change its input in place"
                 " after its first batch. Use the out-of-place form of that operation."
             )
-        if self.inputs_changed is None:
-            self.inputs_changed = changed
+        if self.habits.inputs_changed is None:
+            self.habits.inputs_changed = changed
         return output
 
     def _compute_loss(self, output: Nest, target: Nest) -> Tensor | None:

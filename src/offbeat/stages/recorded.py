@@ -39,7 +39,7 @@ from offbeat.stages.gathered import (
 )
 from offbeat.stages.lanes import Instant, Lane, Lanes, NotRecordable, Pool, Recording
 from offbeat.stages.runner import Direct
-from offbeat.stages.slots import Habitat, Kind, Slot, delivered, kind_of, uneven
+from offbeat.stages.slots import Kind, Slot, delivered, kind_of, uneven
 
 if TYPE_CHECKING:
     from offbeat.stages.stage import Stage
@@ -254,16 +254,12 @@ class Recorded:
         return False
 
     def _record_slot(self, kind: Kind, given: Nest, target: Nest) -> Slot:
-        habitat = Habitat(
-            network=self._stage.network,
-            gathered=self.gathered,
-            predicts=self._stage.corrector.predicts,
-            stashed=self._stashed_weights,
-            arriving=self._arriving,
-        )
-        slot = Slot(kind, given, target, habitat)
+        stage, lent = self._stage, self._stage.corrector.predicts
+        stashed = self._stashed_weights if stage.rule == "stash" else []
+        copied = stage.trainable if lent else stashed
+        slot = Slot(kind, given, target, stage.network, self.gathered, copied, lent=lent)
         self._pool = self._pool or self.back.pool()
-        slot.record(self.lane, self.lane, self._pool)
+        slot.record(self.lane, self._pool, self._arriving)
         return slot
 
     def _stop_recording(self, error: NotRecordable) -> None:

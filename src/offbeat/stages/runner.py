@@ -1,9 +1,9 @@
-"""Runners: how a stage's forwards, backwards and updates are carried out."""
+"""How a stage's forwards, backwards and updates are carried out: at once, by autograd."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,53 +19,14 @@ if TYPE_CHECKING:
     from offbeat.stages.stage import Stage
 
 
-class Runner(Protocol):
-    """A stage keeps the books and asks its runner for the work itself."""
-
-    reuses_memory: bool
-    """Whether later steps write where weights of today and batches in flight lie now."""
-
-    def begin(self, fill: Fill) -> None: ...
-
-    def entered(self, kind: str) -> AbstractContextManager[None]:
-        """The context in which an action of this kind is to be launched."""
-
-    def forward(
-        self, flight: Flight, given: Nest, target: Nest, scale: float
-    ) -> tuple[Nest, Tensor | None]: ...
-
-    def prepare(self, flight: Flight) -> None:
-        """Under ``recompute``: what of a backward needs no gradient from the next stage."""
-
-    def backward(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gathers the gradients and lets the flight land."""
-
-    def before_update(self) -> None:
-        """Lets the update write beside what something in flight still needs."""
-
-    def step(self) -> None:
-        """Carries out the stage's own step, or replays it."""
-
-    def after_update(self) -> None: ...
-
-    def show_gradients(self) -> None:
-        """Puts the gathered gradients where optimizers look for them."""
-
-    def drop_gradients(self) -> None: ...
-
-    def discard(self) -> None:
-        """Nothing that is in flight will be asked for any more."""
-
-    def before_snapshot(self) -> None: ...
-
-    def restoring(self) -> AbstractContextManager[None]:
-        """Around putting another state in place of this one."""
-
-
 class Direct:
-    """Does everything at once, by autograd."""
+    """A stage keeps the books and asks its runner for the work itself.
+
+    The other runner, :class:`offbeat.stages.recorded.Recorded`, needs to be told more.
+    """
 
     reuses_memory = False
+    """Whether later steps write where weights of today and batches in flight lie now."""
 
     def __init__(self, stage: "Stage") -> None:
         self._stage = stage
@@ -73,6 +34,7 @@ class Direct:
     def begin(self, fill: Fill) -> None: ...
 
     def entered(self, kind: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """The context in which an action of this kind is to be launched."""
         return nullcontext()
 
     def forward(
@@ -102,6 +64,7 @@ class Direct:
         return network.outgoing(output, given), None if loss is None else loss.detach()
 
     def prepare(self, flight: Flight) -> None:
+        """Under ``recompute``: what of a backward needs no gradient from the next stage."""
         work = flight.work
         assert work is not None
         if work.outputs:
@@ -113,6 +76,7 @@ class Direct:
             self._stage.network.build_graph(flight.batch, work, work.given)
 
     def backward(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gathers the gradients of the weights and lets the flight land."""
         work = flight.work
         assert work is not None
         outputs, starts = self._stage.network.starts(work, gradients)
@@ -130,6 +94,7 @@ class Direct:
         return weights_set_to(stage.trainable, weights)
 
     def before_update(self) -> None:
+        """Lets the update write beside what something in flight still needs."""
         self._stage.save_version_in_use()
 
     def step(self) -> None:
@@ -137,15 +102,18 @@ class Direct:
 
     def after_update(self) -> None: ...
 
-    def show_gradients(self) -> None: ...
+    def show_gradients(self) -> None:
+        """Puts the gathered gradients where optimizers look for them: there they are."""
 
     def drop_gradients(self) -> None: ...
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        """Nothing that is in flight will be asked for any more."""
 
     def before_snapshot(self) -> None: ...
 
     def restoring(self) -> AbstractContextManager[None]:
+        """Around putting another state in place of this one."""
         return nullcontext()
 
 

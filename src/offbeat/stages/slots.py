@@ -13,7 +13,7 @@ copied.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,20 +33,6 @@ Kind = tuple[Any, ...]
 """What has to be the same for a recording to fit: shapes, layouts, the loss's factor, the mode."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Habitat:
-    """What the slots of one stage have in common."""
-
-    network: Network
-    gathered: GatheredGradients
-    predicts: bool
-    """Whether forwards read weights that a correction lends them."""
-    stashed: Sequence[nn.Parameter]
-    """The weights that backwards under ``stash`` ask for."""
-    arriving: Sequence[bool]
-    """Of every output, whether a gradient comes back for it; empty where there is a loss."""
-
-
 class Slot:
     """Its recordings read and write the same memory every time, whichever batch is in it."""
 
@@ -59,7 +45,21 @@ class Slot:
     sent: list[Tensor | None]
     """Of the inputs."""
 
-    def __init__(self, kind: Kind, given: Nest, target: Nest, habitat: Habitat) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        given: Nest,
+        target: Nest,
+        network: Network,
+        gathered: GatheredGradients,
+        copied: Sequence[nn.Parameter],
+        *,
+        lent: bool,
+    ) -> None:
+        """``copied``: the weights of which forwards read a copy; lent by a correction, or today's.
+
+        All slots of a stage put the gradients of the weights into ``gathered``.
+        """
         self.kind = kind
         # A clone of a dense tensor has its layout.
         self.given = nest.replace(given, lambda t: t.detach().clone())
@@ -72,40 +72,38 @@ class Slot:
         """When its forward has ended; None where its backward is queued behind that anyway."""
         self.landed: Instant | None = None
         """When its memory may be written again; likewise."""
-        self._habitat = habitat
-        self._again = habitat.network.rule == "recompute"
+        self._network = network
+        self._gathered = gathered
+        self._again = network.rule == "recompute"
         self._takeoff = Work(target=self.target, scale=kind[2])
         """The work before there is a graph: every run of the forward begins from it."""
         if self._again:
             self._takeoff.given = self.leaves
-        self._lent: list[Tensor] | None = None
-        if habitat.predicts:
-            weights = habitat.network.trainable
-            self._takeoff.copies = {p: p.detach().clone() for p in weights}
-            self._lent = list(self._takeoff.copies.values())
-        elif habitat.network.rule == "stash":
-            self._takeoff.copies = {p: torch.empty_like(p).detach() for p in habitat.stashed}
-            self._takeoff.stashed = copied_into(self._takeoff.copies)
+        self._takeoff.copies = copies = {p: p.detach().clone() for p in copied}
+        self._lent = list(copies.values()) if lent else None
+        if not lent and network.rule == "stash":
+            self._takeoff.stashed = copied_into(copies)
         self.work = self._flying = self._takeoff
         self._held: list[Saved | None] = []
         """What its graph saved; recording the backward would let go of it."""
 
-    def record(self, forward: Lane, backward: Lane, pool: Pool) -> None:
-        """``pool``: what a backward needs only for itself lies where the other slots' have theirs.
+    def record(self, lane: Lane, pool: Pool, arriving: Sequence[bool]) -> None:
+        """``arriving``: of every output, whether a gradient comes back; empty where none does.
+
+        ``pool``: what a backward needs only for itself lies where the other slots' have theirs.
 
         What a forward leaves behind is the slot's own until its backward.
         """
-        self.forward, (self.output, self.loss) = forward.record(self.run_forward)
+        self.forward, (self.output, self.loss) = lane.record(self.run_forward)
         outputs = nest.tensors(self.output)
-        arriving = self._habitat.arriving or [False] * len(outputs)
         self.gradients = [
             torch.empty_like(tensor).detach() if arrives else None
-            for tensor, arrives in zip(outputs, arriving, strict=True)
+            for tensor, arrives in zip(outputs, arriving or [False] * len(outputs), strict=True)
         ]
-        self.backward, self.sent = backward.record(self.run_backward, pool)
+        self.backward, self.sent = lane.record(self.run_backward, pool)
 
     def run_forward(self) -> tuple[Nest, Tensor | None]:
-        network = self._habitat.network
+        network = self._network
         if self._again:
             with (
                 torch.no_grad(),
@@ -129,11 +127,11 @@ class Slot:
 
     def _fly(self) -> tuple[Nest, Tensor | None]:
         self._flying = replace(self._takeoff, graph=Graph())
-        return self._habitat.network.build_graph(None, self._flying, self.leaves)
+        return self._network.build_graph(None, self._flying, self.leaves)
 
     def _gradients(self, work: Work) -> list[Tensor | None]:
         """All gradients of a micro-batch; those of the weights go to their one place."""
-        network, newest = self._habitat.network, self._habitat.gathered.newest
+        network, newest = self._network, self._gathered.newest
         assert newest is not None
         outputs, starts = network.starts(work, self.gradients)
         inputs = [tensor for tensor in work.inputs if tensor.requires_grad]
@@ -159,7 +157,7 @@ class Slot:
     def fill(self, given: Nest, target: Nest, weights: Sequence[Tensor] | None) -> None:
         """Copies a batch to where the recordings read it, and the weights that it is lent."""
         if self._lent is not None:
-            copy_all(self._lent, self._habitat.network.trainable if weights is None else weights)
+            copy_all(self._lent, self._network.trainable if weights is None else weights)
         _copy(self.given, given)
         _copy(self.target, target)
 
@@ -170,7 +168,7 @@ class Slot:
         for place, gradient in zip(self.gradients, gradients, strict=True):
             if (place is None) != (gradient is None):
                 raise StageError(
-                    f"stage {self._habitat.network.index}: the next stage sends a gradient for one"
+                    f"stage {self._network.index}: the next stage sends a gradient for one"
                     " of its inputs in some batches and none in others, which a recording cannot"
                     " follow. Use engine='serial'."
                 )

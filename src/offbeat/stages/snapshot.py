@@ -46,9 +46,9 @@ State = dict[str, Any]
 def take(stage: "Stage") -> StageState:
     """All that later steps depend on. What the next one overwrites is copied, the rest shared."""
     memory = _Memory(stage)
-    if not stage.rebuildable and any(work.outputs for work in stage.flights.works()):
+    if not stage.habits.rebuildable and any(work.outputs for work in stage.flights.works()):
         _refuse_hidden_state(stage, memory)
-        stage.rebuildable = True
+        stage.habits.rebuildable = True
     flights = [_flight_state(stage, flight, memory) for flight in stage.flights]
     return {
         "version": stage.version,
@@ -61,7 +61,8 @@ def take(stage: "Stage") -> StageState:
         "flights": apart(flights) if stage.reuses_memory else flights,
         "landed": [_flight_state(stage, flight, memory) for flight in stage.flights.landed],
         "corrector": stage.corrector.snapshot(),
-        "habits": stage.habits,
+        "habits": dict(vars(stage.habits)),
+        "peaks": [stage.flights.peak, stage.peak_versions],
     }
 
 
@@ -179,7 +180,8 @@ def put_back(stage: "Stage", state: StageState) -> None:
         scheduler.load_state_dict(known)
     stage.old_versions.update(dict(state["old_versions"]))
     stage.corrector.restore(state["corrector"])
-    stage.habits = state["habits"]
+    vars(stage.habits).update(state["habits"])
+    stage.flights.peak, stage.peak_versions = state["peaks"]
     with WrittenBuffers(stage.modules).restored():
         for words in state["flights"]:
             stage.flights.take_off(_flight_of(stage, words, memory))

@@ -25,8 +25,8 @@ from offbeat.stages.network import Network
 from offbeat.stages.network import precision as precision
 from offbeat.stages.norms import Norms, norms_of, total_of
 from offbeat.stages.recorded import Recorded
-from offbeat.stages.runner import Direct, Runner
-from offbeat.stages.state import Habits, StageState
+from offbeat.stages.runner import Direct
+from offbeat.stages.state import StageState
 from offbeat.stages.versions import give_each_its_own, move_to_fresh_storage, overlapping
 
 
@@ -38,38 +38,12 @@ class Stage:
     once or, with ``lanes``, by recording it once and replaying it.
     """
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        *,
-        seed: int,
-        device: torch.device,
-        replica: int = 0,
-        loss: Loss | None = None,
-        head: nn.Module | None = None,
-        autocast: torch.dtype | None = None,
-        compile: bool = False,
-        lanes: Lanes | None = None,
-    ) -> None:
-        self.index = index
-        self.replica = replica
-        self.device = device
-        self.network = Network(
-            index,
-            module,
-            seed=seed,
-            device=device,
-            replica=replica,
-            loss=loss,
-            head=head,
-            autocast=autocast,
-            compile=compile,
-        )
-        self.module, self.head = module, head
-        self.modules = self.network.modules
-        self.parameters = self.network.parameters
-        self.trainable = self.network.trainable
+    def __init__(self, network: Network, lanes: Lanes | None = None) -> None:
+        self.network = network
+        self.index, self.replica, self.device = network.index, network.replica, network.device
+        self.module, self.head, self.modules = network.module, network.head, network.modules
+        self.parameters, self.trainable = network.parameters, network.trainable
+        self.habits = network.habits
         self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
         """What parameters are called in messages; those who know the whole model know better."""
         self.norm_order: list[int] | None = None
@@ -86,9 +60,7 @@ class Stage:
         self.clip_to: float | None = None
         """What the next update clips the stage's own gradients to."""
         self.peak_versions = 1
-        self.rebuildable = False
-        """Whether its graphs are known to hold nothing that a snapshot would miss."""
-        self.runner: Runner = Direct(self) if lanes is None else Recorded(self, lanes)
+        self.runner: Direct | Recorded = Direct(self) if lanes is None else Recorded(self, lanes)
 
     def correct(
         self, corrections: Sequence[Correction], *, stages: int, monitor: Monitor | None = None
@@ -288,26 +260,6 @@ class Stage:
     def reuses_memory(self) -> bool:
         """Whether later steps write where weights of today and batches in flight lie now."""
         return self.runner.reuses_memory
-
-    @property
-    def habits(self) -> Habits:
-        """What the first batches have shown, and the peaks so far."""
-        return {
-            "inputs_changed": self.network.inputs_changed,
-            "written": self.network.buffers.written,
-            "inspected": self.network.saved.inspected,
-            "rebuildable": self.rebuildable,
-            "peaks": [self.flights.peak, self.peak_versions],
-        }
-
-    @habits.setter
-    def habits(self, habits: Habits) -> None:
-        self.network.inputs_changed = habits["inputs_changed"]
-        written = habits["written"]
-        self.network.buffers.written = None if written is None else [(n, b) for n, b in written]
-        self.network.saved.inspected = habits["inspected"]
-        self.rebuildable = habits["rebuildable"]
-        self.flights.peak, self.peak_versions = habits["peaks"]
 
     def memory(self) -> StageMemory:
         storages = Storages(self.parameters)

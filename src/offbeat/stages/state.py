@@ -4,7 +4,6 @@
 checkpoints write it, and a replica that joins gets the mean of several.
 """
 
-from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -42,16 +41,6 @@ class CorrectorState(TypedDict):
     last_read: int | None
 
 
-class Habits(TypedDict):
-    """What the first batches have shown, and the peaks so far."""
-
-    inputs_changed: bool | None
-    written: Sequence[Sequence[Any]] | None
-    inspected: bool
-    rebuildable: bool
-    peaks: list[int]
-
-
 class StageState(TypedDict):
     version: int
     parameters: list[Tensor]
@@ -64,4 +53,7 @@ class StageState(TypedDict):
     """In the air, in the order in which they took off."""
     landed: list[FlightState]
     corrector: CorrectorState
-    habits: Habits
+    habits: dict[str, Any]
+    """What the first batches have shown (:class:`offbeat.stages.habits.Habits`)."""
+    peaks: list[int]
+    """The most flights, and the most versions, that were alive at once."""
