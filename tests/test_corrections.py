@@ -77,6 +77,7 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.methods.base import Rule
+from offbeat.stages.fill import Fill
 from offbeat.stages.stage import Stage
 
 ZERO_LAG = [DSP(lag=(0, 0, 0), backward=rule) for rule in RULES]
@@ -321,12 +322,13 @@ def test_a_rewound_backward_at_the_newest_weights_is_seen(monkeypatch: Any) -> N
 
 def test_predicted_weights_that_the_stash_forgets_are_seen(monkeypatch: Any) -> None:
     """Under stash the backward must see what its forward saw, under current it must not."""
-    right = Stage.follow
+    right = Stage.begin
+    other: dict[Any, Any] = {"stash": "current", "current": "stash"}
 
-    def wrong(self: Stage, rule: Any, **settings: Any) -> None:
-        right(self, {"stash": "current", "current": "stash"}.get(rule, rule), **settings)
+    def wrong(self: Stage, fill: Fill) -> None:
+        right(self, replace(fill, rule=other.get(fill.rule, fill.rule)))
 
-    monkeypatch.setattr(Stage, "follow", wrong)
+    monkeypatch.setattr(Stage, "begin", wrong)
     for method in (PipeDream(), StaleWeights()):
         with pytest.raises(AssertionError):
             compare(CASES["predict-velocity"], method, 3)
@@ -442,7 +444,7 @@ def test_the_fitted_horizon_finds_the_geometric_sum(momentum: float) -> None:
     )
     for _ in range(steps):
         trainer.step(torch.ones(2000).double(), torch.randn(2000).double())
-    (hook,) = trainer._engine.workers[0].stage.corrector._hooks
+    (hook,) = trainer._engine.workers[0].stage.corrector.hooks
     assert isinstance(hook, Prediction) and hook._fit is not None
     assert float(hook._fit.horizon(lag)) == pytest.approx(oracle.geometric(momentum, lag), rel=0.01)
 
@@ -717,7 +719,7 @@ def test_hooks_are_tensor_operations_on_memory_of_their_own(
     places: list[list[int]] = []
     for x, y in vector_batches(8):
         trainer.step(x, y)
-        (hook,) = trainer._engine.workers[0].stage.corrector._hooks
+        (hook,) = trainer._engine.workers[0].stage.corrector.hooks
         for name in acting:
             if not places:
                 monkeypatch.setattr(hook, name, watched(getattr(hook, name)))
@@ -934,7 +936,7 @@ def test_nothing_is_predicted_for_weights_that_are_not_on_their_way() -> None:
         if number == 6:
             trainer.model[0].requires_grad_(False)  # type: ignore[index]
         trainer.step(x, y)
-    lent = stage.corrector._predict(Moment(4, stage.version))
+    lent = stage.corrector.predict(Moment(4, stage.version))
     assert lent is not None
     assert all(map(torch.equal, lent, stage.parameters))
 
@@ -1229,7 +1231,7 @@ def hooks_of(kind: type[Correction], accumulate: int) -> tuple[offbeat.Trainer, 
     method = method_for(kind, accumulate=accumulate)
     trainer = trainer_for(mlp(), method, cuts=[2, 4], corrections=[example_of(kind)])
     trainer.step(*vector_batches(1)[0])
-    return trainer, trainer._engine.workers[0].stage.corrector._hooks
+    return trainer, trainer._engine.workers[0].stage.corrector.hooks
 
 
 @EVERY
@@ -1275,7 +1277,7 @@ def test_memory_that_does_not_fit_a_checkpoint_is_said(
         trainer.step(x, y)
     trainer.save(tmp_path, wait=True)
     again = trainer_for(mlp(), PipeDream(), **settings)
-    kind = type(trainer._engine.workers[0].stage.corrector._hooks[0])
+    kind = type(trainer._engine.workers[0].stage.corrector.hooks[0])
     remembered = kind.memory
     monkeypatch.setattr(kind, "memory", lambda self: {"renamed": remembered(self)["previous"]})
     with pytest.warns(UserWarning, match="what its corrections remembered in this checkpoint does"):

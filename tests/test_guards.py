@@ -36,6 +36,9 @@ from offbeat.averaging import AllReduce, LocalSGD
 from offbeat.errors import ConfigurationError, GuardError
 from offbeat.guards import Guard, Update, Updates
 from offbeat.methods import ADL, DGL, Method
+from offbeat.stages.flight import Flight
+from offbeat.stages.network import Network
+from offbeat.stages.norms import Norms
 from offbeat.stages.stage import Stage
 
 
@@ -339,7 +342,7 @@ def test_skipping_copies_what_changes_and_nothing_else() -> None:
     for x, y in good:
         trainer.step(x, y)
         (copy_,) = guard._copies
-        held.append([buffer.data_ptr() for buffer in copy_._buffers])
+        held.append([buffer.data_ptr() for buffer in copy_.buffers])
     tables, means = zip(*held, strict=True)  # not the mask, which is always finite
     assert len(set(tables)) == 1, "the table was copied again"
     assert len(set(means[:4])) == 1 and means[4] != means[3]
@@ -454,13 +457,13 @@ def test_every_phase_is_held_to_the_bound() -> None:
 
 
 def test_a_lag_above_the_bound_is_caught_where_it_is_measured() -> None:
-    stage = Stage(0, nn.Linear(2, 2), seed=0, device=torch.device("cpu"))
+    stage = Stage(Network(0, nn.Linear(2, 2), seed=0, device=torch.device("cpu")))
     guard = Guard(Guards(max_lag=1), stage, {}, Updates())
-    guard.forwarded(7, 0, None)
-    guard.backwarded(7)
+    stage.flights.take_off(Flight(batch=7, version=0))
+    stage.flights.land(7)
     stage.version = 2
     with pytest.raises(GuardError, match=r"stage 0, update 2: a gradient of batch 7 is 2 updates"):
-        guard.before_update(2, [torch.zeros(1)])
+        guard.before_update(2, Norms(torch.zeros(1), []), [])
 
 
 @pytest.mark.parametrize(

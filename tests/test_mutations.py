@@ -19,7 +19,8 @@ from offbeat.errors import OffbeatError
 from offbeat.methods import ADL, DSP, FDG, PipeDream2BW, Synchronous
 from offbeat.methods.base import Method
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages import buffers, stage, versions
+from offbeat.stages import buffers, network, stage, versions
+from offbeat.stages.fill import Fill
 from test_oracles import CASES, Case, compare
 
 SGD = OPTIMIZERS["sgd"]
@@ -99,14 +100,14 @@ BY_RULE = {
 def test_a_rule_that_does_another_rule_s_work_is_seen(
     declared: str, done: Any, monkeypatch: Any
 ) -> None:
-    right = stage.Stage.follow
+    right = stage.Stage.begin
 
-    def wrong(self: stage.Stage, rule: Any, **settings: Any) -> None:
-        right(self, done if rule == declared else rule, **settings)
+    def wrong(self: stage.Stage, fill: Fill) -> None:
+        right(self, replace(fill, rule=done) if fill.rule == declared else fill)
 
     for name in BY_RULE[declared]:
         check(CASES[name])
-    monkeypatch.setattr(stage.Stage, "follow", wrong)
+    monkeypatch.setattr(stage.Stage, "begin", wrong)
     for name in BY_RULE[declared]:
         seen_red(CASES[name])
 
@@ -191,6 +192,6 @@ def test_random_masks_that_are_not_replayed_are_seen(monkeypatch: Any) -> None:
 
     first = run(DSP())
     assert_same_bits(run(DSP()), first)
-    monkeypatch.setattr(stage, "seeded", lambda seed, device: nullcontext())
+    monkeypatch.setattr(network, "seeded", lambda seed, device: nullcontext())
     with pytest.raises(AssertionError):
         assert_same_bits(run(DSP()), first)

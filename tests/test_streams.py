@@ -52,8 +52,10 @@ from offbeat.records.ledger import Ledger
 from offbeat.rng import seeded
 from offbeat.stages import lanes
 from offbeat.stages.gathered import counts_on_device
-from offbeat.stages.lanes import NotRecordable
-from offbeat.stages.recorded import GraphStage
+from offbeat.stages.lanes import Lanes, NotRecordable
+from offbeat.stages.network import Network
+from offbeat.stages.recorded import Recorded
+from offbeat.stages.stage import Stage
 from offbeat.transport.memory import Memory
 
 CPU = torch.device("cpu")
@@ -66,7 +68,7 @@ class PretendedLane:
 
     def __init__(self, device: torch.device) -> None:
         del device
-        self.stage: GraphStage | None = None
+        self.stage: Stage | None = None
         self.recorded = 0
         self.replayed = 0
         self._seed = 0
@@ -112,15 +114,16 @@ class PretendedLane:
         return PretendedRecording(self, function, result), result
 
     @staticmethod
-    def _state(stage: GraphStage) -> list[Tensor]:
+    def _state(stage: Stage) -> list[Tensor]:
         """Everything a recorded operation writes, which recording must leave as it was."""
         found: list[Tensor] = []
         for module in stage.modules:
             found += [*module.parameters(), *module.buffers()]
         for optimizer in stage.optimizers:
             found += [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
-        found += stage.corrector._memory()
-        for places in (stage._gathered.newest, stage._gathered.sums):
+        found += stage.corrector.tensors()
+        gathered = runner_of(stage).gathered
+        for places in (gathered.newest, gathered.sums):
             found += [place for place in places or () if place is not None]
         return found
 
@@ -150,23 +153,22 @@ class PretendedRecording:
         """What a real recording has built in: an update's lag, momentum, rate, and addresses."""
         stage = self._lane.stage
         assert stage is not None
-        if self._function != stage._clip_and_step:
+        if self._function != runner_of(stage).show_and_step:
             return None
         settings = [g for o in stage.optimizers for g in o.param_groups]
         numbers = [{k: v for k, v in group.items() if k != "params"} for group in settings]
         remembered = [
-            t.data_ptr() for t in (*stage.corrector._memory(), *(stage.corrector._before or ()))
+            t.data_ptr() for t in (*stage.corrector.tensors(), *(stage.corrector._before or ()))
         ]
-        return stage.corrector.lag_at(stage.version), numbers, remembered
+        lag = stage.flights.lag(stage.version) if stage.corrector.active else None
+        return lag, numbers, remembered
 
     def replay(self) -> None:
         stage = self._lane.stage
         assert stage is not None
         assert self._numbers() == self._built_in
-        stage._recording = True  # so that nothing is seeded on the way
         with seeded(self._lane._seed, CPU), torch.enable_grad():
             result = self._function()
-        stage._recording = False
         for place, value in zip(self._places, nest.tensors(result), strict=True):
             place.data.copy_(value.detach())
         self._lane.replayed += 1
@@ -175,28 +177,36 @@ class PretendedRecording:
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "Lane", PretendedLane)
-    monkeypatch.setattr(streams, "LaneMemory", Memory)
+    monkeypatch.setattr(streams, "LaneMemory", lambda _: Memory())
     clock = staticmethod(lambda: PretendedInstant(perf_counter()))
     monkeypatch.setattr(streams.Streams, "clock", clock)
     monkeypatch.setattr(checks, "check_streams", lambda *_: None)
-    made = GraphStage.__init__
+    build = Recorded.__init__
 
-    def init(self: GraphStage, *arguments: Any, **settings: Any) -> None:
-        made(self, *arguments, **settings)
-        for lane in self._lanes:
-            lane.stage = self  # type: ignore[attr-defined]
+    def init(self: Recorded, stage: Stage, lanes: Lanes) -> None:
+        build(self, stage, lanes)
+        for lane in (lanes.forward, lanes.backward):
+            lane.stage = stage  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(GraphStage, "__init__", init)
-
-
-def stages_of(trainer: offbeat.Trainer) -> list[GraphStage]:
-    found = [worker.stage for worker in trainer._engine.workers]
-    assert all(isinstance(stage, GraphStage) for stage in found)
-    return found  # type: ignore[return-value]
+    monkeypatch.setattr(Recorded, "__init__", init)
 
 
-def replays(stage: GraphStage) -> int:
-    return sum(lane.replayed for lane in stage._lanes)  # type: ignore[attr-defined]
+def runner_of(stage: Stage) -> Recorded:
+    assert isinstance(stage.runner, Recorded)
+    return stage.runner
+
+
+def stages_of(trainer: offbeat.Trainer) -> list[Stage]:
+    return [worker.stage for worker in trainer._engine.workers]
+
+
+def runners_of(trainer: offbeat.Trainer) -> list[Recorded]:
+    return [runner_of(stage) for stage in stages_of(trainer)]
+
+
+def replays(runner: Recorded) -> int:
+    lanes: Any = runner.lanes
+    return int(lanes.forward.replayed + lanes.backward.replayed)
 
 
 def compare(model: nn.Sequential, batches: Any, method: Any, **settings: Any) -> offbeat.Trainer:
@@ -214,7 +224,7 @@ def compare(model: nn.Sequential, batches: Any, method: Any, **settings: Any) ->
 def test_every_method_gives_the_serial_bits(method: Any) -> None:
     trainer = compare(cnn(), image_batches(24, rows=8), method(), cuts=[3, 6])
     if method.name != "pipedream-2bw":
-        assert all(replays(stage) > 20 for stage in stages_of(trainer))
+        assert all(replays(runner) > 20 for runner in runners_of(trainer))
 
 
 @pytest.mark.parametrize(
@@ -259,8 +269,8 @@ def test_a_corrected_update_is_recorded_unless_it_changes(correction: Any, recor
     )
     for x, y in image_batches(12):
         trainer.step(x, y)
-    late = [stage for stage, lag in zip(stages_of(trainer), trainer.lags, strict=True) if lag]
-    assert [stage._recorded_update.made for stage in late] == [recorded] * 2
+    late = [runner for runner, lag in zip(runners_of(trainer), trainer.lags, strict=True) if lag]
+    assert [runner.recorded_update.made for runner in late] == [recorded] * 2
 
 
 def test_a_correction_with_new_memory_is_recorded_anew() -> None:
@@ -282,7 +292,7 @@ def test_a_rate_on_the_cpu_that_changes_in_place_is_never_an_older_one() -> None
     )
     for x, y in image_batches(12):
         trainer.step(x, y)
-    assert all(not stage._recorded_update.made for stage in stages_of(trainer))
+    assert all(not runner.recorded_update.made for runner in runners_of(trainer))
 
 
 @pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
@@ -291,7 +301,7 @@ def test_predicted_weights_are_seen_as_the_rule_says(rule: Any) -> None:
     trainer = compare(
         cnn(), image_batches(20), method, cuts=[3, 6], corrections=[Predict(horizon="geometric")]
     )
-    assert all(replays(stage) > 10 for stage in stages_of(trainer))
+    assert all(replays(runner) > 10 for runner in runners_of(trainer))
 
 
 def test_an_optimizer_that_counts_on_the_cpu_is_stepped_unrecorded() -> None:
@@ -311,7 +321,7 @@ def test_numbers_that_change_are_never_those_of_an_older_recording() -> None:
         trainer = compare(
             cnn(), image_batches(45), StaleWeights(), scheduler=scheduler, cuts=[3, 6]
         )
-    assert all(not stage._recorded_update.made for stage in stages_of(trainer))
+    assert all(not runner.recorded_update.made for runner in runners_of(trainer))
 
 
 def test_dropout_draws_the_serial_numbers() -> None:
@@ -376,7 +386,7 @@ def test_what_cannot_be_recorded_runs_unrecorded_and_says_where(
         UserWarning, match=r"stage 1 runs unrecorded.*'x.item\(\)' \(model.py, line 7"
     ):
         trainer = compare(cnn(), image_batches(20), PipeDream(), cuts=[3, 6])
-    assert [stage._records for stage in stages_of(trainer)] == [True, False, True]
+    assert [runner.records for runner in runners_of(trainer)] == [True, False, True]
 
 
 def test_a_weight_without_a_gradient_now_and_then_is_refused() -> None:
@@ -415,7 +425,7 @@ def test_every_kind_of_batch_has_slots_of_its_own() -> None:
     sizes = [6, 4, 6, 4, 6, 4, 6, 4, 6, 4, 6, 4, 6, 4, 6, 4]
     batches = [(x[:rows], y[:rows]) for rows, (x, y) in zip(sizes, image_batches(16), strict=True)]
     trainer = compare(cnn(), batches, StaleWeights(), cuts=[3, 6])
-    assert all(len(stage._free) == 2 for stage in stages_of(trainer))
+    assert all(len(runner.free) == 2 for runner in runners_of(trainer))
 
 
 def test_too_many_kinds_are_named() -> None:
@@ -428,8 +438,9 @@ def test_too_many_kinds_are_named() -> None:
 def test_a_slot_more_lets_forwards_run_ahead_under_accumulation() -> None:
     trainer = compare(mlp(), vector_batches(20, rows=8), PipeDream(accumulate=4), cuts=[2, 4])
     stage = stages_of(trainer)[0]
-    assert stage.back is not stage.lane
-    assert sum(map(len, stage._free.values())) == stage._peak + 1
+    runner = runner_of(stage)
+    assert runner.back is not runner.lane
+    assert sum(map(len, runner.free.values())) == stage.flights.peak + 1
 
 
 # ------------------------------------------------------------------------- without a GPU
@@ -470,9 +481,9 @@ def test_more_stages_than_queues_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     with pytest.warns(UserWarning, match="9 stages share 8 hardware queues.*MAX_CONNECTIONS=32"):
         found = streams.Streams(9, CPU)
-    assert all(one is other for one, other in found.lanes)
+    assert all(one is other for one, other, _ in found.lanes)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    assert all(one is not other for one, other in streams.Streams(9, CPU).lanes)
+    assert all(one is not other for one, other, _ in streams.Streams(9, CPU).lanes)
 
 
 # ------------------------------------------------------------------------- optimizers
@@ -555,7 +566,7 @@ def test_exact_checkpoints_pass_between_engines(
     again, whole = interrupted(tmp_path, build, "cnn", engines)
     assert_same_bits(again.state_dict(), whole.state_dict())
     ours = again if engines[1] == "streams" else whole
-    assert all(stage._recorded_update.made for stage in stages_of(ours))
+    assert all(runner.recorded_update.made for runner in runners_of(ours))
 
 
 def test_graphs_are_put_back_in_the_stage_s_own_lane(
@@ -566,13 +577,14 @@ def test_graphs_are_put_back_in_the_stage_s_own_lane(
     for x, y in image_batches(5):
         trainers[0].step(x, y)
     trainers[0].save(tmp_path, wait=True)
-    run, inside = GraphStage._run, []
+    run, inside = Network.run, []
 
-    def watched(stage: GraphStage, *arguments: Any) -> Any:
-        inside.append(stage.lane.inside)  # type: ignore[attr-defined]
-        return run(stage, *arguments)
+    def watched(network: Network, *arguments: Any) -> Any:
+        lane: Any = runners_of(trainers[1])[network.index].lane
+        inside.append(lane.inside)
+        return run(network, *arguments)
 
-    monkeypatch.setattr(GraphStage, "_run", watched)
+    monkeypatch.setattr(Network, "run", watched)
     trainers[1].resume(tmp_path)
     assert len(inside) == 3
     assert all(inside)
@@ -616,8 +628,8 @@ def test_memory_that_replays_have_written_is_no_change_in_place(tmp_path: Path) 
     for x, y in image_batches(SAVED_AT, rows=8):
         trainer.step(x, y)
     for stage in stages_of(trainer):
-        for slot in stage._taken.values():
-            for tensor in nest.tensors(slot.given):
+        for flight in stage.flights:
+            for tensor in nest.tensors(flight.note.slot.given):
                 tensor.add_(0)  # a pretended replay makes tensors anew, a real one writes to them
     trainer.save(tmp_path, wait=True)
 

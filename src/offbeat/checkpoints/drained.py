@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.corrections.corrector import shapes_of
 from offbeat.errors import ConfigurationError
+from offbeat.stages.corrector import shapes_of
 from offbeat.stages.snapshot import copied, load_optimizer
 from offbeat.stages.stage import Stage
 
@@ -51,7 +51,7 @@ def stage_state(stage: Stage, model: nn.Module) -> State:
     return {
         "version": stage.version,
         "optimizers": optimizers,
-        "head": {} if stage._head is None else copied(dict(stage._head.state_dict())),
+        "head": {} if stage.head is None else copied(dict(stage.head.state_dict())),
         "corrections": stage.corrector.state_dict(),
     }
 
@@ -88,14 +88,14 @@ def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
         if stage.schedulers:
             _take_schedules(stage.schedulers[number], schedules)
     stage.version = max(state["version"] for state in states)
-    if stage._head is not None and head is not None:
-        stage._head.load_state_dict(head)
+    if stage.head is not None and head is not None:
+        stage.head.load_state_dict(head)
 
 
 def _stored_head(stage: Stage, states: Sequence[State]) -> State | None:
     """None for a head of another cut, which is made for other activations and starts anew."""
     found: State = states[stage.index]["head"] if stage.index < len(states) else {}
-    if stage._head is None or shapes_of(stage._head.state_dict()) != shapes_of(found):
+    if stage.head is None or shapes_of(stage.head.state_dict()) != shapes_of(found):
         return None
     return found
 
@@ -147,8 +147,8 @@ _HEAD = "head of stage "
 def _names(stage: Stage, model: nn.Module) -> dict[int, str]:
     """The unsplit model's name of every weight; a head's weights are named by their stage."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if stage._head is not None:
-        for name, parameter in stage._head.named_parameters():
+    if stage.head is not None:
+        for name, parameter in stage.head.named_parameters():
             names[id(parameter)] = f"{_HEAD}{stage.index}: {name}"
     return names
 

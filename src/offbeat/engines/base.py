@@ -21,7 +21,7 @@ from offbeat.guards import Updates
 from offbeat.nest import Nest
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
-from offbeat.stages.lanes import Lane
+from offbeat.stages.lanes import Lanes
 from offbeat.stages.memory import StageMemory
 from offbeat.transport.base import Transport
 
@@ -57,7 +57,7 @@ class Engine(ABC):
     never asks which one it is.
     """
 
-    lanes: Sequence[tuple[Lane, Lane]] | None = None
+    lanes: Sequence[Lanes] | None = None
     """Where each stage queues its work, if stages are recorded."""
     clock: Callable[[], Any] = staticmethod(perf_counter)
     """What the times of the ledger are read from."""

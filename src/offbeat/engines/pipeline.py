@@ -10,7 +10,6 @@ from torch import Tensor
 
 from offbeat.averaging.averager import Averager
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
-from offbeat.corrections.corrector import Corrector, Fill
 from offbeat.cutting.counting import cut_by_count
 from offbeat.cutting.cut import Balance, Cut
 from offbeat.cutting.timing import cut_by_time
@@ -22,10 +21,11 @@ from offbeat.engines.setup import Setup
 from offbeat.engines.worker import Worker
 from offbeat.errors import ConfigurationError, StoppedError
 from offbeat.guards import Guard
-from offbeat.methods import DGL, Method
+from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.build import Recipe
+from offbeat.stages.fill import Fill
 from offbeat.stages.stage import Stage
 from offbeat.transport.base import Key, Transport
 
@@ -59,7 +59,7 @@ class Pipeline:
             compile=setup.compile,
             lanes=engine.lanes,
         )
-        needs_heads = self.cut.stages > 1 and any(isinstance(m, DGL) for m, _ in self._phases)
+        needs_heads = self.cut.stages > 1 and any(method.needs_heads for method, _ in self._phases)
         if not self.cut.needs_batch and not needs_heads:
             self.build(None)
 
@@ -119,13 +119,7 @@ class Pipeline:
 
     def _worker(self, stage: Stage, transport: Transport, guard: Guard) -> Worker:
         setup, engine = self.setup, self.engine
-        stage.corrector = Corrector(
-            setup.course.corrections,
-            stage=stage.index,
-            stages=self.cut.stages,
-            parameters=[p for p in stage.parameters if p.requires_grad],
-            monitor=setup.monitor,
-        )
+        stage.correct(setup.course.corrections, stages=self.cut.stages, monitor=setup.monitor)
         averager = None
         if setup.averaging is not None:
             averager = Averager(setup.averaging, stage, setup.replicas, transport, engine.ledger)
@@ -214,23 +208,16 @@ class Pipeline:
 
     def follow(self, worker: Worker, first_batch: int, first_update: int | None = None) -> None:
         """Lets a worker and its stage run by the present method."""
-        schedule, method = self.schedule, self.method
         stage = worker.stage
-        fill = Fill(
-            lag=schedule.lags[stage.index],
-            micro_batches=schedule.micro_batches,
-            first_batch=first_batch,
-            first_update=stage.version if first_update is None else first_update,
+        worker.begin(
+            Fill.of(
+                self.method,
+                self.schedule,
+                stage.index,
+                first_batch=first_batch,
+                first_update=stage.version if first_update is None else first_update,
+            )
         )
-        stage.corrector.begin(fill, stage.optimizers)
-        stage.follow(
-            method.rule,
-            in_flight=schedule.in_flight(stage.index),
-            kept_versions=schedule.kept_versions(stage.index),
-            shrink=method.shrink * stage.corrector.shrinkage,
-            local_loss=schedule.local_losses,
-        )
-        worker.begin(schedule, first_batch, first_update)
 
     def _read_monitors(self) -> None:
         stages = [worker.stage for worker in self.engine.workers]

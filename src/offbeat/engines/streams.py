@@ -5,7 +5,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from offbeat.engines.base import Engine, refuse_stuck
 from offbeat.engines.placement import Placement
 from offbeat.engines.worker import Book, Worker
 from offbeat.records.ledger import Event, Ledger
-from offbeat.stages.lanes import Instant, Lane, current_stream, marked
+from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, current_stream, marked
 from offbeat.transport.base import Key
 from offbeat.transport.memory import Memory
 
@@ -43,13 +42,15 @@ class Streams(Engine):
                 stacklevel=3,
             )
         super().__init__(Placement.in_one(stages))
-        self.transports = {0: LaneMemory()}
-        self.lanes: list[tuple[Lane, Lane]] = []
+        self.lanes: list[Lanes] = []
+        addresses = Addresses()
         for _ in range(stages):
             lane = Lane(device)
             # Forward and backward go side by side where that leaves every lane its own queue.
-            self.lanes.append((lane, Lane(device) if 2 * stages <= queues else lane))
-        self._late = LateLedger(self.ledger, self.lanes[-1][0])
+            back = Lane(device) if 2 * stages <= queues else lane
+            self.lanes.append(Lanes(lane, back, addresses))
+        self.transports = {0: LaneMemory(addresses)}
+        self._late = LateLedger(self.ledger, self.lanes[-1].forward)
         self._ahead: deque[Instant] = deque()
 
     @property
@@ -63,9 +64,9 @@ class Streams(Engine):
 
     def run(self) -> None:
         """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
-        with self.lanes[0][0].from_caller():
+        with self.lanes[0].forward.from_caller():
             run_in_turn(self.workers)
-        self._ahead.append(self.lanes[-1][0].now())
+        self._ahead.append(self.lanes[-1].forward.now())
         # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
         if len(self._ahead) > 2 * len(self.lanes) + 2:
             self._ahead.popleft().event.synchronize()
@@ -73,7 +74,7 @@ class Streams(Engine):
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Lets the caller's own stream see all work queued so far, and lanes what it does."""
-        lanes = list(chain.from_iterable(self.lanes))
+        lanes = [lane for of_stage in self.lanes for lane in (of_stage.forward, of_stage.backward)]
         for lane in lanes:
             lane.caller_waits()
         try:
@@ -103,6 +104,10 @@ def run_in_turn(workers: Sequence[Worker]) -> None:
 class LaneMemory(Memory):
     """Messages between lanes: a reference, and the instant from which it may be read."""
 
+    def __init__(self, addresses: Addresses) -> None:
+        super().__init__()
+        self._addresses = addresses
+
     def send(self, key: Key, message: Any) -> None:
         super().send(key, (message, current_stream().record_event()))
 
@@ -110,8 +115,8 @@ class LaneMemory(Memory):
         message, ready = super().receive(key)
         stream = current_stream()
         stream.wait_event(ready)
-        for tensor in nest.tensors(message):
-            if not hasattr(tensor, "awaits"):  # memory of a slot is never given back
+        if key.what != "activation" or not self._addresses.known(key.to, key.batch):
+            for tensor in nest.tensors(message):
                 tensor.record_stream(stream)
         return message
 

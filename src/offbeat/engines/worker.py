@@ -13,8 +13,9 @@ from offbeat.faults import Faults
 from offbeat.guards import Guard, Updates
 from offbeat.nest import Nest
 from offbeat.records.ledger import Event
-from offbeat.schedules.schedule import Schedule
 from offbeat.schedules.table import Action, Kind
+from offbeat.stages.fill import Fill
+from offbeat.stages.norms import Norms
 from offbeat.stages.stage import Stage
 from offbeat.transport.base import Key, Transport
 
@@ -83,15 +84,15 @@ class Worker:
         self._faults = faults
         self._listeners = range(stages) if listeners is None else listeners
         self._clock = clock
+        self._fill = Fill()
         self._first_batch = self._first_update = 0
 
-    def begin(self, schedule: Schedule, first_batch: int, first_update: int | None = None) -> None:
-        """Starts a fill: the schedule's numbers count from here, or from the update given."""
-        self._first_batch = first_batch
-        self._first_update = self.stage.version if first_update is None else first_update
-        self._local_losses = schedule.local_losses
-        self._clips_globally = schedule.synchronous
-        self.guard.begin(schedule.micro_batches)
+    def begin(self, fill: Fill) -> None:
+        """Starts a fill of the pipe, for the stage, its corrections and its guard."""
+        self._fill = fill
+        self._first_batch, self._first_update = fill.first_batch, fill.first_update
+        self.stage.begin(fill)
+        self.guard.begin(fill.micro_batches)
 
     @property
     def began_at(self) -> tuple[int, int]:
@@ -104,7 +105,7 @@ class Worker:
 
     @property
     def _has_loss(self) -> bool:
-        return self.is_last or self._local_losses
+        return self.is_last or self._fill.local_loss
 
     def needs(self, action: Action | Task) -> list[Key]:
         """The messages an action waits for."""
@@ -120,7 +121,7 @@ class Worker:
         return self._norm_keys(action)
 
     def _norm_keys(self, update: Action) -> list[Key]:
-        if (self._clip is None and not self.guard.agrees) or not self._clips_globally:
+        if (self._clip is None and not self.guard.agrees) or not self._fill.synchronous:
             return []
         number = self._first_update + update.batch
         return [Key("norms", self._index, number, source=other) for other in self._others()]
@@ -186,10 +187,9 @@ class Worker:
         gradients: list[Tensor | None] = self.stage.backward(batch, received[0] if received else [])
         self._slow_down(prepared + perf_counter() - began)
         end = self._clock()
-        if self._index > 0 and not self._local_losses:
+        if self._index > 0 and not self._fill.local_loss:
             self.transport.send(Key("gradient", self._index - 1, batch), gradients)
         self._record("B", batch, self.stage.version, start - prepared, end)
-        self.guard.backwarded(batch)
         if self.pending and self.pending[0].kind == "U":
             self._do_first([] if self.averager is None else self.averager.before_update())
             self._send_norms()
@@ -213,19 +213,18 @@ class Worker:
             return
         keys = self._norm_keys(update)
         if keys:
-            norms = self.stage.gradient_norms()
+            norms = tuple(self.stage.gradient_norms())
             for key in keys:
                 self.transport.send(Key("norms", key.source, key.batch, self._index), norms)
 
     def _update(self, action: Action) -> None:
-        received = [self.transport.receive(key) for key in self.needs(action)]
+        others = [Norms(*self.transport.receive(key)) for key in self.needs(action)]
         start = self._clock()
         number = self._first_update + action.batch
-        if received or self.guard.looks:
-            received.insert(self._index if received else 0, self.stage.gradient_norms())
-        applies = self.guard.before_update(number, received)
+        own = self.stage.gradient_norms() if others or self.guard.looks else None
+        applies = self.guard.before_update(number, own, others)
         if self._clip is not None:
-            self.stage.clip(self._clip, received or None)
+            self.stage.clip(self._clip, own, others)
         self.stage.update()
         if not applies:
             self.guard.after_drop()

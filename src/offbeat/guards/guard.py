@@ -21,7 +21,6 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,8 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import ConfigurationError, GuardError, unknown
+from offbeat.guards.copies import Copy, is_finite, values_of
 from offbeat.methods.base import require_count
 from offbeat.schedules.schedule import Schedule
+from offbeat.stages.flight import Flight
+from offbeat.stages.norms import Norms
 from offbeat.stages.stage import Stage
 
 log = logging.getLogger("offbeat")
@@ -172,7 +174,7 @@ class Guard:
         self._stage = stage
         self._names = names
         self._updates = updates
-        self._copies: deque[_Copy] = deque(maxlen=2 if self._rolls_back else 1)
+        self._copies: deque[Copy] = deque(maxlen=2 if self._rolls_back else 1)
         self._part = "batch"
         self._dropped_in_a_row = 0
         self._warned = False
@@ -181,15 +183,11 @@ class Guard:
     def forget(self) -> None:
         """Weights were loaded from elsewhere, and nothing is in flight."""
         self._copies.clear()
-        self._read: dict[int, int] = {}
-        self._waiting: list[int] = []
         self._dropped_in_a_row = 0
 
     def snapshot(self) -> dict[str, Any]:
         """All it remembers, as plain values and tensors."""
         return {
-            "read": [list(pair) for pair in self._read.items()],
-            "waiting": list(self._waiting),
             "dropped_in_a_row": self._dropped_in_a_row,
             "warned": self._warned,
             "copies": [copy.snapshot() for copy in self._copies],
@@ -197,11 +195,9 @@ class Guard:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.forget()
-        self._read.update(dict(state["read"]))
-        self._waiting = list(state["waiting"])
         self._dropped_in_a_row, self._warned = state["dropped_in_a_row"], state["warned"]
         for words in state["copies"]:
-            self._copies.append(_Copy(self._stage, None, whole=self._rolls_back))
+            self._copies.append(Copy(self._stage, None, whole=self._rolls_back))
             self._copies[-1].restore(words)
 
     # ---------------------------------------------------------------- told by the worker
@@ -210,45 +206,40 @@ class Guard:
         """The next forward is the first of a fill: nothing has touched the weights yet."""
         self._part = "batch" if micro_batches == 1 else "micro-batch"
         if self.agrees and not self._copies:
-            self._copies.append(_Copy(self._stage, None, whole=self._rolls_back))
+            self._copies.append(Copy(self._stage, None, whole=self._rolls_back))
 
     def forwarded(self, batch: int, version: int, loss: Tensor | None) -> None:
-        if self.looks:
-            self._read[batch] = version
         # Without guards nobody waits for a number that is still on a GPU.
         if loss is not None and (self.looks or loss.device.type == "cpu"):
             number = float(loss)
             if not math.isfinite(number):
                 self._meet_loss(batch, version, number)
 
-    def backwarded(self, batch: int) -> None:
-        if self.looks:
-            self._waiting.append(batch)
-
-    def before_update(self, number: int, norms: Sequence[Tensor]) -> bool:
+    def before_update(self, number: int, own: Norms | None, others: Sequence[Norms]) -> bool:
         """Whether the gradients may be applied; if not, they are gone.
 
-        ``norms`` are those of all stages, in order, where all must agree, otherwise the own.
+        ``own`` are the norms of the stage's gradients, None where the guard does not look;
+        ``others`` those of all other stages where all must agree.
         """
         if not self.looks:
             return True
-        stage, batches = self._stage, self._waiting
-        lag = max((stage.version - self._read.pop(batch) for batch in batches), default=0)
-        self._check_lag(number, batches, lag)
-        own = _together(norms[stage.index] if len(norms) > 1 else norms[0])
-        finite = math.isfinite(own) and all(math.isfinite(_together(other)) for other in norms)
+        assert own is not None
+        stage, flights = self._stage, self._stage.flights
+        lag = flights.lag(stage.version)
+        self._check_lag(number, flights.landed, lag)
+        norm = _together(own)
+        finite = math.isfinite(norm) and all(math.isfinite(_together(other)) for other in others)
         outcome: Outcome = "applied"
         if not finite and self._guards.drops:
             outcome = "rolled back" if self._rolls_back else "skipped"
-        if not math.isfinite(own):
-            self._meet_gradient(number, batches, lag, outcome)
-        self._waiting = []
-        self._updates.record(Update(stage.index, number, lag, own, outcome, replica=stage.replica))
+        if not math.isfinite(norm):
+            self._meet_gradient(number, flights.landed, lag, outcome)
+        self._updates.record(Update(stage.index, number, lag, norm, outcome, replica=stage.replica))
         if outcome == "applied":
             self._dropped_in_a_row = 0
             due = not self._rolls_back or stage.version % self._guards.every == 0
             if self.agrees and due and stage.version > self._copies[-1].version:
-                self._copies.append(_Copy(stage, self._copies[-1], whole=self._rolls_back))
+                self._copies.append(Copy(stage, self._copies[-1], whole=self._rolls_back))
             return True
         self._drop(number)
         return False
@@ -276,11 +267,11 @@ class Guard:
                 f" {_REMEDY}"
             )
 
-    def _check_lag(self, number: int, batches: Sequence[int], lag: int) -> None:
+    def _check_lag(self, number: int, landed: Sequence[Flight], lag: int) -> None:
         bound = self._guards.max_lag
         if bound is not None and lag > bound:
             raise GuardError(
-                f"stage {self._stage.index}, update {number}: a gradient of {_batches(batches)} is"
+                f"stage {self._stage.index}, update {number}: a gradient of {_batches(landed)} is"
                 f" {lag} updates behind, and max_lag={bound}. Its schedule declares less: check the"
                 " method's cycle with 'offbeat schedule', or raise max_lag."
             )
@@ -299,12 +290,12 @@ class Guard:
             log.warning("%s Later ones are not named. %s%s", words, _REMEDY, advice)
 
     def _meet_gradient(
-        self, number: int, batches: Sequence[int], lag: int, outcome: Outcome
+        self, number: int, landed: Sequence[Flight], lag: int, outcome: Outcome
     ) -> None:
         stage = self._stage
         words = (
             f"stage {stage.index}{_of_replica(stage)}, update {number}: the gradient of"
-            f" {_batches(batches)} (lag {lag}) is not finite: {self._culprit()}."
+            f" {_batches(landed)} (lag {lag}) is not finite: {self._culprit()}."
         )
         if self._guards.nonfinite == "stop":
             raise GuardError(f"{words} {_REMEDY}")
@@ -319,10 +310,10 @@ class Guard:
 
     def _culprit(self) -> str:
         """The first parameter whose gradient is not finite, and what is in it."""
-        bad = [p for p in self._stage.parameters if p.grad is not None and not _is_finite(p.grad)]
+        bad = [p for p in self._stage.parameters if p.grad is not None and not is_finite(p.grad)]
         if not bad:
             return "every number is, but their norm is too large for their type"
-        values = _values(bad[0].grad)
+        values = values_of(bad[0].grad)
         nans, others = int(values.isnan().sum()), int(values.isinf().sum())
         found = [f"{n} {what}" for n, what in ((nans, "nan"), (others, "inf")) if n]
         more = f", and {len(bad) - 1} parameters more" if len(bad) > 1 else ""
@@ -347,106 +338,13 @@ _REMEDY = (
 )
 
 
-class _Copy:
-    """A stage at some version: its statistics and, if whole, all other buffers and what it learns.
-
-    Statistics are whatever can become not finite: nothing says which buffers a forward writes.
-    BatchNorm's are written without counting, those of a codebook often through ``.data``. So values
-    are compared, and what has not changed since the copy ``before`` is shared with it: most buffers
-    are tables and masks, which never change.
-    """
-
-    def __init__(self, stage: Stage, before: "_Copy | None", *, whole: bool) -> None:
-        self.version = stage.version
-        self._stage = stage
-        self._whole = whole
-        buffers = self._statistics()
-        if before is None:
-            self._buffers = [buffer.clone() for buffer in buffers]
-        else:
-            self._buffers = list(before._buffers)
-            changed = [n for n, b in enumerate(buffers) if not _equal(b, self._buffers[n])]
-            # A forward may have spoilt running statistics before its gradient is met here.
-            for n, finite in zip(changed, _finite([buffers[n] for n in changed]), strict=True):
-                if finite:
-                    self._buffers[n] = buffers[n].clone()
-        self._weights = [p.detach().clone() for p in stage.parameters] if whole else []
-        self._states = [
-            {parameter: deepcopy(state) for parameter, state in optimizer.state.items()}
-            for optimizer in (stage.optimizers if whole else ())
-        ]
-
-    def _statistics(self) -> list[Tensor]:
-        found = [b for module in self._stage.modules for b in module.buffers()]
-        return [b for b in found if self._whole or _values(b).is_floating_point()]
-
-    def snapshot(self) -> dict[str, Any]:
-        number = {id(p): n for n, p in enumerate(self._stage.parameters)}
-        return {
-            "version": self.version,
-            "buffers": list(self._buffers),
-            "weights": list(self._weights),
-            "states": [
-                [[number[id(parameter)], deepcopy(state)] for parameter, state in states.items()]
-                for states in self._states
-            ],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.version, self._buffers = state["version"], state["buffers"]
-        self._weights = state["weights"]
-        parameters = self._stage.parameters
-        self._states = [
-            {parameters[number]: of for number, of in states} for states in state["states"]
-        ]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        buffers = self._statistics()
-        for buffer, kept, finite in zip(buffers, self._buffers, _finite(buffers), strict=True):
-            if self._whole or not finite:
-                # Fresh memory: a graph in flight may still refer to the old.
-                buffer.data = kept.clone()
-        if not self._whole:
-            return
-        for parameter, weight in zip(self._stage.parameters, self._weights, strict=True):
-            parameter.copy_(weight)
-        for optimizer, states in zip(self._stage.optimizers, self._states, strict=True):
-            optimizer.state.clear()
-            optimizer.state.update({p: deepcopy(state) for p, state in states.items()})
+def _together(norms: Norms) -> float:
+    values = norms.values
+    return float(torch.linalg.vector_norm(values)) if values.numel() else 0.0
 
 
-def _together(norms: Tensor) -> float:
-    return float(torch.linalg.vector_norm(norms)) if norms.numel() else 0.0
-
-
-def _values(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
-def _equal(buffer: Tensor, kept: Tensor) -> bool:
-    """Whether a buffer is known not to have changed: a GPU copies faster than it answers."""
-    return buffer.device.type == "cpu" and not buffer.is_sparse and torch.equal(buffer, kept)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    values = _values(tensor)
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
-
-
-def _finite(buffers: Sequence[Tensor]) -> list[bool]:
-    """Of each whether all its values are; asked at once, since a GPU lets every answer wait."""
-    asked = [n for n, buffer in enumerate(buffers) if _values(buffer).is_floating_point()]
-    found = [True] * len(buffers)
-    if asked:
-        whole = torch.stack([torch.isfinite(_values(buffers[n])).all() for n in asked])
-        for n, answer in zip(asked, whole.tolist(), strict=True):
-            found[n] = answer
-    return found
-
-
-def _batches(numbers: Sequence[int]) -> str:
+def _batches(landed: Sequence[Flight]) -> str:
+    numbers = [flight.batch for flight in landed]
     if len(numbers) == 1:
         return f"batch {numbers[0]}"
     return f"micro-batches {', '.join(map(str, numbers))}" if numbers else "no batch"

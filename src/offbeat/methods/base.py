@@ -1,9 +1,9 @@
 """What a method is: a paper's order of work, and the weights its backward pass uses."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.schedules.schedule import Schedule, staggered
@@ -50,6 +50,16 @@ class Method(ABC):
     def rule(self) -> Rule:
         """Which weights the backward pass sees. Without lag all rules are one."""
         return "stash"
+
+    @property
+    def needs_heads(self) -> bool:
+        """Whether every stage but the last learns from a loss of its own, through a head."""
+        return False
+
+    @property
+    def head_factory(self) -> Callable[[Any, Any], Any] | None:
+        """``factory(activation, output)`` builds a stage's head; None for the usual one."""
+        return None
 
     @abstractmethod
     def schedule(self, stages: int) -> Schedule:

@@ -42,6 +42,14 @@ class DGL(Asynchronous):
                 " nn.Module, or None for the paper's."
             )
 
+    @property
+    def needs_heads(self) -> bool:
+        return True
+
+    @property
+    def head_factory(self) -> Callable[[Any, Any], Any] | None:
+        return self.head
+
     def depths(self, stages: int) -> tuple[int, ...]:
         return (0,) * stages
 

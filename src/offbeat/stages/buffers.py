@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from offbeat.stages.habits import Habits
+
 
 class WrittenBuffers:
     """Undoes what a forward writes into buffers, so that only the recomputation counts.
@@ -15,18 +17,17 @@ class WrittenBuffers:
     only those.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], habits: Habits | None = None) -> None:
         self._modules = [sub for module in modules for sub in module.modules()]
-        self.written: list[tuple[int, str]] | None = None
-        """The buffers that a forward writes, as (module, name); None before the first."""
+        self._habits = habits or Habits()
         self._modes: list[bool] = []
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         modes = [module.training for module in self._modules]
         if modes != self._modes:
-            self.written, self._modes = None, modes
-        places = self.written
+            self._habits.written, self._modes = None, modes
+        places = self._habits.written
         if places is None:
             places = [(i, name) for i, m in enumerate(self._modules) for name in m._buffers]
         before = [(i, name, self._modules[i]._buffers[name]) for i, name in places]
@@ -40,7 +41,7 @@ class WrittenBuffers:
                 # Values, not version counters: BatchNorm writes its statistics without counting.
                 same = module._buffers[name] is buffer
                 if (
-                    self.written is None
+                    self._habits.written is None
                     and same
                     and (buffer is None or copy is None or torch.equal(buffer, copy))
                 ):
@@ -49,5 +50,5 @@ class WrittenBuffers:
                 module._buffers[name] = buffer
                 if buffer is not None and copy is not None:
                     buffer.data.copy_(copy)
-        if self.written is None:
-            self.written = written
+        if self._habits.written is None:
+            self._habits.written = written

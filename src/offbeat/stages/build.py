@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +10,14 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods import DGL, Method
+from offbeat.methods.base import Method
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.rng import seed_for, seeded
 from offbeat.stages.heads import default_head
-from offbeat.stages.lanes import Lane
-from offbeat.stages.recorded import GraphStage
-from offbeat.stages.stage import Loss, Stage
+from offbeat.stages.lanes import Lanes
+from offbeat.stages.network import Loss, Network
+from offbeat.stages.stage import Stage
 from offbeat.stages.trial import outputs_of
 
 
@@ -33,7 +32,7 @@ class Recipe:
     device: torch.device
     seed: int
     compile: bool = False
-    lanes: Sequence[tuple[Lane, Lane]] | None = None
+    lanes: Sequence[Lanes] | None = None
     """Where each stage queues its work, under the streams engine."""
 
     def stages(
@@ -44,11 +43,10 @@ class Recipe:
         replica: int,
     ) -> list[Stage]:
         """The stages of one replica that run in this process."""
-        made = []
+        stages = []
         for index in here:
             has_loss = heads[index] is not None or index == len(modules) - 1
-            kind = Stage if self.lanes is None else partial(GraphStage, lanes=self.lanes[index])
-            stage = kind(
+            network = Network(
                 index,
                 modules[index],
                 seed=self.seed,
@@ -59,18 +57,19 @@ class Recipe:
                 autocast=self.autocast,
                 compile=self.compile,
             )
+            stage = Stage(network, None if self.lanes is None else self.lanes[index])
             _attach_optimizers(stage, self.optimizer, self.scheduler)
-            made.append(stage)
-        return made
+            stages.append(stage)
+        return stages
 
     def heads(
         self, methods: Iterable[Method], modules: Sequence[nn.Module], batch: Nest
     ) -> list[nn.Module | None]:
         """An auxiliary head per stage but the last where a method trains with local losses."""
-        greedy = next((method for method in methods if isinstance(method, DGL)), None)
-        if greedy is None or len(modules) == 1:
+        method = next((method for method in methods if method.needs_heads), None)
+        if method is None or len(modules) == 1:
             return [None] * len(modules)
-        factory = greedy.head or default_head
+        factory = method.head_factory or default_head
         outputs = outputs_of(modules, batch)
         heads: list[nn.Module | None] = []
         for index, activation in enumerate(outputs[:-1]):
@@ -79,7 +78,8 @@ class Recipe:
                 head = factory(activation, outputs[-1])
             if not isinstance(head, nn.Module):
                 raise ConfigurationError(
-                    f"DGL(head=...) returned a {type(head).__name__}: it must return an nn.Module."
+                    f"{type(method).__name__}(head=...) returned a {type(head).__name__}: it must"
+                    " return an nn.Module."
                 )
             heads.append(head)
         return [*heads, None]
@@ -91,8 +91,8 @@ def _attach_optimizers(
     """Calls the user's factories for one stage and checks what they return."""
     if not any(parameter.requires_grad for parameter in stage.parameters):
         return  # factories may leave out what is frozen, and optimizers want something
-    made = optimizer(list(stage.parameters))
-    stage.optimizers = list(made) if isinstance(made, Sequence) else [made]
+    result = optimizer(list(stage.parameters))
+    stage.optimizers = list(result) if isinstance(result, Sequence) else [result]
     _check_optimizers(stage)
     if scheduler is not None:
         stage.schedulers = [_check_scheduler(scheduler(o)) for o in stage.optimizers]

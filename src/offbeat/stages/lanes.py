@@ -11,9 +11,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from offbeat.errors import OffbeatError
 
@@ -175,6 +176,39 @@ class Lane:
             yield
         finally:
             default.graphsafe_set_state(before)
+
+
+class Addresses:
+    """Where recorded stages await the gradients of what they have sent, until it is forwarded.
+
+    An activation that has an address lies in memory of a slot, which is never given back.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int], list[Tensor | None]] = {}
+
+    def leave(self, receiver: int, batch: int, places: list[Tensor | None]) -> None:
+        """One place per tensor of the activation; None for one that gets no gradient."""
+        self._places[receiver, batch] = places
+
+    def known(self, receiver: int, batch: int) -> bool:
+        return (receiver, batch) in self._places
+
+    def take(self, receiver: int, batch: int) -> list[Tensor | None] | None:
+        """None for an activation in memory of its own."""
+        return self._places.pop((receiver, batch), None)
+
+    def clear(self) -> None:
+        self._places.clear()
+
+
+class Lanes(NamedTuple):
+    """What one stage queues its work in; both may be one."""
+
+    forward: Lane
+    backward: Lane
+    addresses: Addresses
+    """Of all stages."""
 
 
 @contextmanager

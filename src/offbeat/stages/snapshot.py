@@ -15,14 +15,11 @@ new graph wants to save it is handed the stored one, in the same order:
 A graph may also hold what no hook sees: numbers that Python code took out of tensors, attributes of
 custom autograd functions. Where these depend on weights the graph would come back different, so
 the first snapshot of a stage looks for them (:func:`_refuse_hidden_state`).
-
-This is a part of :class:`offbeat.stages.stage.Stage` in a file of its own, so it reads what that
-hides.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat import nest
 from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.stages.buffers import WrittenBuffers
-from offbeat.stages.stage import Flight, Stage
+from offbeat.stages.flight import Flight, Work
+from offbeat.stages.state import FlightState, StageState, WorkState
 from offbeat.stages.versions import Graph, Saved, SavedActivation, SavedWeight
+
+if TYPE_CHECKING:
+    from offbeat.stages.stage import Stage
 
 State = dict[str, Any]
 
@@ -42,13 +43,13 @@ State = dict[str, Any]
 # ------------------------------------------------------------------------- taking
 
 
-def take(stage: Stage) -> State:
+def take(stage: "Stage") -> StageState:
     """All that later steps depend on. What the next one overwrites is copied, the rest shared."""
     memory = _Memory(stage)
-    if not stage._rebuildable and any(flight.outputs for _, flight, _ in stage.flights()):
+    if not stage.habits.rebuildable and any(work.outputs for work in stage.flights.works()):
         _refuse_hidden_state(stage, memory)
-        stage._rebuildable = True
-    flights = [_flight_state(*found, memory) for found in stage.flights()]
+        stage.habits.rebuildable = True
+    flights = [_flight_state(stage, flight, memory) for flight in stage.flights]
     return {
         "version": stage.version,
         "parameters": [parameter.detach().clone() for parameter in stage.parameters],
@@ -56,30 +57,13 @@ def take(stage: Stage) -> State:
         "gradients": [None if p.grad is None else p.grad.clone() for p in stage.parameters],
         "optimizers": [_optimizer_state(optimizer) for optimizer in stage.optimizers],
         "schedulers": [copied(scheduler.state_dict()) for scheduler in stage.schedulers],
-        "old": [[version, values] for version, values in stage._old.items()],
+        "old_versions": list(stage.old_versions.items()),
         "flights": apart(flights) if stage.reuses_memory else flights,
+        "landed": [_flight_state(stage, flight, memory) for flight in stage.flights.landed],
         "corrector": stage.corrector.snapshot(),
-        "habits": _habits(stage),
+        "habits": dict(vars(stage.habits)),
+        "peaks": [stage.flights.peak, stage.peak_versions],
     }
-
-
-def _habits(stage: Stage) -> State:
-    """What the first batches have shown, and the peaks so far."""
-    return {
-        "inputs_changed": stage._inputs_changed,
-        "written": stage._buffers.written,
-        "inspected": stage._saved.inspected,
-        "rebuildable": stage._rebuildable,
-        "peaks": [stage._peak, stage._peak_versions],
-    }
-
-
-def _take_habits(stage: Stage, habits: State) -> None:
-    stage._inputs_changed = habits["inputs_changed"]
-    stage._buffers.written = habits["written"]
-    stage._saved.inspected = habits["inspected"]
-    stage._rebuildable = habits["rebuildable"]
-    stage._peak, stage._peak_versions = habits["peaks"]
 
 
 def copied(value: Any) -> Any:
@@ -90,29 +74,36 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     return {"kind": type(optimizer).__name__, "state": copied(optimizer.state_dict())}
 
 
-def _flight_state(
-    batch: int, flight: Flight, held: Sequence[Saved | None], memory: "_Memory"
-) -> State:
+def _flight_state(stage: "Stage", flight: Flight, memory: "_Memory") -> FlightState:
+    judged = flight.judged
     return {
-        "batch": batch,
+        "batch": flight.batch,
         "version": flight.version,
-        "given": flight.given,
-        "target": flight.target,
-        "scale": flight.scale,
         "lent": flight.lent,
+        "read": stage.corrector.words_of(flight.read),
+        "judged": None if judged is None else list(judged),
+        "work": None if flight.work is None else _work_state(flight.work, memory),
+    }
+
+
+def _work_state(work: Work, memory: "_Memory") -> WorkState:
+    return {
+        "given": work.given,
+        "target": work.target,
+        "scale": work.scale,
         # Under recompute there is no graph before the backward.
-        "leaves": flight.leaves,
-        "saved": [memory.words(saved) for saved in held],
-        "graph": bool(flight.outputs),
+        "leaves": work.leaves,
+        "saved": [memory.words(saved) for saved in work.graph.held()],
+        "graph": bool(work.outputs),
     }
 
 
 class _Memory:
     """A stage's own memory, by address: what of it a graph refers to."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: "Stage") -> None:
         self.parameters = stage.parameters
-        self.rule = stage._rule
+        self.rule = stage.rule
         self.buffers = list(_buffers_of(stage.modules))
         self._moves = not stage.reuses_memory
         self._copies: dict[int, Tensor] = {}
@@ -167,31 +158,34 @@ def _address(tensor: Tensor) -> int:
 # ------------------------------------------------------------------------- putting back
 
 
-def put_back(stage: Stage, state: State) -> None:
-    """Makes a fresh stage, which follows the method already, what it was when ``state`` was taken.
+def put_back(stage: "Stage", state: StageState) -> None:
+    """Makes a stage, which has begun the fill already, what it was when ``state`` was taken.
 
     Weights and buffers are written where they lie.
     """
-    stage._flights.clear()
-    stage._old.clear()
+    stage.flights.clear()
+    stage.old_versions.clear()
     memory = _Memory(stage)
     # One pass, so that what shared memory in the file shares it on the device; optimizers know
     # themselves where their state belongs.
-    state = state | on_device({k: v for k, v in state.items() if k != "optimizers"}, stage._device)
+    moved = on_device({k: v for k, v in state.items() if k != "optimizers"}, stage.device)
+    state = cast(StageState, state | moved)
     _write(stage.parameters, state["parameters"], "parameter")
     _write(memory.buffers, state["buffers"], "buffer")
     for parameter, gradient in zip(stage.parameters, state["gradients"], strict=True):
         parameter.grad = gradient
     stage.version = state["version"]
     _restore_optimizers(stage, state["optimizers"])
-    for scheduler, found in zip(stage.schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(found)
-    stage._old.update(dict(state["old"]))
+    for scheduler, known in zip(stage.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(known)
+    stage.old_versions.update(dict(state["old_versions"]))
     stage.corrector.restore(state["corrector"])
-    _take_habits(stage, state["habits"])
+    vars(stage.habits).update(state["habits"])
+    stage.flights.peak, stage.peak_versions = state["peaks"]
     with WrittenBuffers(stage.modules).restored():
-        for found in state["flights"]:
-            stage._flights[found["batch"]] = _flight_of(stage, found, memory)
+        for words in state["flights"]:
+            stage.flights.take_off(_flight_of(stage, words, memory))
+    stage.flights.landed += [_flight_of(stage, words, memory) for words in state["landed"]]
 
 
 def on_device(state: State, device: torch.device) -> State:
@@ -234,7 +228,7 @@ def _write(places: Sequence[Tensor], values: Sequence[Tensor], what: str) -> Non
         place.data.copy_(value)
 
 
-def _restore_optimizers(stage: Stage, states: Sequence[State]) -> None:
+def _restore_optimizers(stage: "Stage", states: Sequence[State]) -> None:
     kinds = [type(optimizer).__name__ for optimizer in stage.optimizers]
     saved = [state["kind"] for state in states]
     if kinds != saved:
@@ -259,26 +253,32 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
                 optimizer.state[parameter][name] = value.to(loaded.device)
 
 
-def _flight_of(stage: Stage, state: State, memory: _Memory) -> Flight:
-    flight = Flight(
+def _flight_of(stage: "Stage", state: FlightState, memory: _Memory) -> Flight:
+    judged, work = state["judged"], state["work"]
+    return Flight(
+        batch=state["batch"],
         version=state["version"],
-        given=state["given"],
-        target=state["target"],
-        scale=state["scale"],
         lent=state["lent"],
+        read=stage.corrector.read_of(state["read"]),
+        judged=None if judged is None else (judged[0], judged[1]),
+        work=None if work is None else _work_of(stage, state["batch"], work, memory),
     )
+
+
+def _work_of(stage: "Stage", batch: int, state: WorkState, memory: _Memory) -> Work:
+    work = Work(target=state["target"], scale=state["scale"], given=state["given"])
     if state["graph"]:
         leaves = nest.replace(state["leaves"], lambda t: t.detach().requires_grad_(t.requires_grad))
-        flight.leaves, flight.inputs = leaves, nest.tensors(leaves)
-        with _handing_back(stage, flight.graph, state["saved"], memory):
-            output, flight.loss = stage._run(state["batch"], flight, leaves)
-        flight.outputs = nest.tensors(output)
-    return flight
+        work.leaves, work.inputs = leaves, nest.tensors(leaves)
+        with _handing_back(stage, work.graph, state["saved"], memory):
+            output, work.loss = stage.network.run(batch, work, leaves)
+        work.outputs = nest.tensors(output)
+    return work
 
 
 @contextmanager
 def _handing_back(
-    stage: Stage, graph: Graph, entries: Sequence[Any], memory: _Memory
+    stage: "Stage", graph: Graph, entries: Sequence[Any], memory: _Memory
 ) -> Iterator[None]:
     """Runs a forward whose graph gets the stored tensors in place of those it computes."""
     left = iter(entries)
@@ -320,7 +320,7 @@ def _seen(tensor: Tensor) -> list[Any]:
     return [list(tensor.size()), list(tensor.stride()), tensor.storage_offset()]
 
 
-def _changed(stage: Stage, what: str) -> CheckpointError:
+def _changed(stage: "Stage", what: str) -> CheckpointError:
     return CheckpointError(
         f"stage {stage.index}: run again on the input it had, its forward {what} that the"
         " checkpoint has no place for. Its code or its settings are others than when the checkpoint"
@@ -332,25 +332,27 @@ def _changed(stage: Stage, what: str) -> CheckpointError:
 # ------------------------------------------------------------------------- what hooks cannot see
 
 
-def _refuse_hidden_state(stage: Stage, memory: _Memory) -> None:
+def _refuse_hidden_state(stage: "Stage", memory: _Memory) -> None:
     """Builds one graph in flight a second time and looks for what was not saved by hooks."""
-    batch, flight, held = next(found for found in stage.flights() if found[1].outputs)
-    state = _flight_state(batch, flight, held, memory)
+    flight = next(flight for flight in stage.flights if flight.work and flight.work.outputs)
+    work = flight.work
+    assert work is not None
+    state = _work_state(work, memory)
     watch = _Watch([*stage.parameters, *memory.buffers])
     with WrittenBuffers(stage.modules).restored(), watch:
-        again = _flight_of(stage, state, memory)
+        again = _work_of(stage, flight.batch, state, memory)
     if watch.found is not None:
         raise _hidden(
             stage, f"{watch.found} takes numbers out of tensors that depend on its weights"
         )
-    ours, theirs = _attributes(flight), _attributes(again)
+    ours, theirs = _attributes(work), _attributes(again)
     for (name, values), (_, others) in zip(ours, theirs, strict=True):
         odd = [k for k, v in values.items() if not _is_constant(v) or v != others.get(k)]
         if odd:
             raise _hidden(stage, f"{name} keeps {', '.join(odd)} as an attribute of its own")
 
 
-def _hidden(stage: Stage, what: str) -> CheckpointError:
+def _hidden(stage: "Stage", what: str) -> CheckpointError:
     return CheckpointError(
         f"stage {stage.index}: {what}, where no hook on saved tensors can see it, so its graphs in"
         " flight could not be put back exactly. Save with drain=True, use backward='recompute', or"
@@ -379,9 +381,9 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _attributes(flight: Flight) -> list[tuple[str, dict[str, Any]]]:
+def _attributes(work: Work) -> list[tuple[str, dict[str, Any]]]:
     """What custom autograd functions keep beside saved tensors, in the order of the graph."""
-    ends = [*flight.outputs, *([] if flight.loss is None else [flight.loss])]
+    ends = [*work.outputs, *([] if work.loss is None else [work.loss])]
     nodes: list[Node] = [end.grad_fn for end in ends if end.grad_fn is not None]
     seen = set(nodes)
     found: list[tuple[str, dict[str, Any]]] = []

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat import nest
 from offbeat.errors import StageError
 from offbeat.methods.base import Rule
+from offbeat.stages.habits import Habits
 
 # A chain of these nodes from a saved tensor to a parameter means: the weight itself, seen
 # differently. Autocast makes such chains (TBackward0, ToCopyBackward0, AccumulateGrad).
@@ -113,16 +114,16 @@ class SavedTensors:
         stage: int,
         parameters: Sequence[nn.Parameter],
         rule: Rule,
+        habits: Habits,
         compiled: Sequence[nn.Module] = (),
     ) -> None:
         self._stage = stage
         self._parameters = parameters
         self._rule = rule
+        self._habits = habits
         self._compiled = compiled
         """Compiled BatchNorm saves statistics that it writes but does not read, and counts it as a
         change; as it is, it does neither."""
-        self.inspected = False
-        """Whether a first graph has been looked at, operation by operation."""
 
     @contextmanager
     def kept_in(
@@ -140,7 +141,7 @@ class SavedTensors:
         }
         known = {id(parameter) for parameter in self._parameters}
         buffers = {_storage(buffer) for module in self._compiled for buffer in module.buffers()}
-        inspection = None if self.inspected else _Inspection(weights, inputs)
+        inspection = None if self._habits.inspected else _Inspection(weights, inputs)
 
         def pack(tensor: Tensor) -> Saved:
             if tensor.layout is not torch.strided:
@@ -168,7 +169,7 @@ class SavedTensors:
 
     def look_at(self, outputs: Iterable[Tensor]) -> None:
         """Ends the inspection of a stage's first graph."""
-        if self.inspected:
+        if self._habits.inspected:
             return
         nodes = {output.grad_fn for output in outputs}
         seen = set(nodes)
@@ -181,7 +182,7 @@ class SavedTensors:
             )
             nodes |= found
             seen |= found
-        self.inspected = True
+        self._habits.inspected = True
 
     def _refuse_checkpoint(self, what: str) -> None:
         raise StageError(

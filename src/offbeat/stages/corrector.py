@@ -3,8 +3,6 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,34 +16,13 @@ from offbeat.errors import ConfigurationError
 from offbeat.monitors.monitor import Monitor
 from offbeat.monitors.staleness import Watch
 from offbeat.records.readings import What
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fill:
-    """What a method decides about one stage, from one fill of the pipe to its drain."""
-
-    lag: int
-    """The largest of the stage, in updates."""
-    micro_batches: int
-    first_batch: int
-    """The number of the fill's first micro-batch."""
-    first_update: int
-    """The version of the stage's weights when it starts."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A micro-batch between its forward and the update that applies its gradient."""
-
-    version: int
-    weights: Tensors | None
-    """What its forward read, where a correction asks for it later."""
-    judged: tuple[Tensor, Tensor] | None
-    """Of the weights predicted for it, and those it would have read, what the monitor compares."""
+from offbeat.stages.fill import Fill
+from offbeat.stages.flight import Flight, Flights
+from offbeat.stages.state import CorrectorState
 
 
 class Corrector:
-    """Knows every micro-batch's lag and lets the corrections act on it; inactive without lag.
+    """Lets the corrections act on every micro-batch by its lag; inactive without lag.
 
     Order within an update: gradients are changed, the optimizer steps with the rate and momentum by
     lag, the step is changed, everything is observed. Corrections of one kind act in the order in
@@ -56,44 +33,37 @@ class Corrector:
         self,
         corrections: Sequence[Correction] = (),
         *,
+        flights: Flights,
         stage: int = 0,
         stages: int = 1,
         parameters: Sequence[nn.Parameter] = (),
         monitor: Monitor | None = None,
     ) -> None:
         self._corrections = corrections
+        self._flights = flights
         self._monitor = monitor
-        self._watch: Watch | None = None
         self._last_read: int | None = None
         """The version at which the monitor was last read."""
         self._stage = stage
         self._stages = stages
         self._parameters = tuple(parameters)
         self._fill: Fill | None = None
-        self._hooks: list[Hook] = []
-        self.made = 0
+        self.generation = 0
         """How often hooks have been made: each time with new memory."""
-        self._groups: list[Group] = []
-        self._read: ReadWeights | None = None
-        self._before: Tensors | None = None
-        self._flights: dict[int, _Flight] = {}
-        self._applied: list[_Flight] = []
-        """Micro-batches whose gradients the next update applies."""
+        self._drop_hooks()
         self._predicted: dict[tuple[int, int], Tensors | None] = {}
         """Forward weights by version read and lag: the micro-batches of one step share them."""
-        self._loaded: dict[str, Any] = {}
-        """What was loaded, until the next fill begins."""
 
     def begin(self, fill: Fill, optimizers: Sequence[Optimizer]) -> None:
         """Makes ready for a fill; hooks live on from the last one if nothing else has changed."""
         before, self._fill = self._fill, fill
-        self.forget_flights()
+        self._forget_weights()
         idle = not self._corrections and self._monitor is None
         if fill.lag == 0 or not self._parameters or idle:
             self._drop_hooks()
             return
         sizes = (fill.lag, fill.micro_batches)
-        if not self._hooks or before is None or sizes != (before.lag, before.micro_batches):
+        if not self.hooks or before is None or sizes != (before.lag, before.micro_batches):
             self._make_hooks(fill, optimizers)
         if self._loaded:
             self._take_loaded()
@@ -107,7 +77,7 @@ class Corrector:
             for correction in self._corrections:
                 hook = correction.hook(around)
                 for point in ("forward_weights", "backward_weights"):
-                    if _overrides(hook, point):
+                    if overrides(hook, point):
                         other = lenders.setdefault(point, correction.name)
                         if other != correction.name:
                             raise ConfigurationError(
@@ -115,7 +85,7 @@ class Corrector:
                                 f" {point.replace('_', ' ')}, and a stage can have those of one"
                                 " only: leave the other out."
                             )
-                if sparse and _overrides(hook, "gradients"):
+                if sparse and overrides(hook, "gradients"):
                     raise ConfigurationError(
                         f"{correction.name} goes through gradients element by element, and"
                         f" SparseAdam of stage {self._stage} takes sparse ones only. Use"
@@ -131,33 +101,48 @@ class Corrector:
             groups=groups,
         )
 
+    def _drop_hooks(self) -> None:
+        self.hooks: list[Hook] = []
+        self._groups: list[Group] = []
+        self._watch: Watch | None = None
+        self._predictor: Hook | None = None
+        """The one correction that chooses the weights of forwards."""
+        self._rewinder: Hook | None = None
+        """The same of backwards."""
+        self._read: ReadWeights | None = None
+        self._before: Tensors | None = None
+        self._loaded: dict[str, Any] = {}
+        """What was loaded, until the next fill begins."""
+
     def _make_hooks(self, fill: Fill, optimizers: Sequence[Optimizer]) -> None:
         self._groups = groups_of(optimizers)
-        self.made += 1
+        self.generation += 1
         around = self._surroundings(fill.lag, self._groups)
-        self._hooks = [correction.hook(around) for correction in self._corrections]
+        self.hooks = [correction.hook(around) for correction in self._corrections]
         self._watch = None if self._monitor is None else Watch(self._monitor, around)
         if self._watch is not None:  # first, so that it sees gradients as they arrive
-            self._hooks.insert(0, self._watch)
+            self.hooks.insert(0, self._watch)
+        self._predictor = next((h for h in self.hooks if overrides(h, "forward_weights")), None)
+        self._rewinder = next((h for h in self.hooks if overrides(h, "backward_weights")), None)
         self._read = self._before = None
-        if any(hook.needs_read for hook in self._hooks):
+        if any(hook.needs_read for hook in self.hooks):
             self._read = ReadWeights(self._parameters, fill.lag, fill.micro_batches)
-        if any(hook.needs_before for hook in self._hooks):
+        if any(hook.needs_before for hook in self.hooks):
             self._before = tuple(torch.zeros_like(p) for p in self._parameters)
 
     @property
     def active(self) -> bool:
-        return bool(self._hooks)
+        return bool(self.hooks)
 
     @property
     def predicts(self) -> bool:
         """Whether forwards use other weights than the newest."""
-        return any(_overrides(hook, "forward_weights") for hook in self._hooks)
+        return self._predictor is not None
 
     @property
     def rewinds(self) -> bool:
         """Whether backwards use other weights than those of their rule."""
-        return any(_overrides(hook, "backward_weights") for hook in self._hooks)
+        return self._rewinder is not None
 
     @property
     def acts_forward(self) -> bool:
@@ -170,11 +155,7 @@ class Corrector:
         if not self.active:
             return True
         watched = self._read is not None or self._watch is not None
-        return not watched and all(hook.repeats for hook in self._hooks)
-
-    def lag_at(self, version: int) -> int:
-        """Of the update that ends ``version``: the largest of the micro-batches it applies."""
-        return max((version - flight.version for flight in self._applied), default=0)
+        return not watched and all(hook.repeats for hook in self.hooks)
 
     @property
     def shrinkage(self) -> float:
@@ -188,51 +169,46 @@ class Corrector:
     # ---------------------------------------------------------------- the three points
 
     def forward_weights(
-        self, batch: int, version: int, newest: int, values: Sequence[Tensor] | None
+        self, flight: Flight, newest: int, values: Sequence[Tensor] | None
     ) -> Sequence[Tensor] | None:
         """The weights to go forward with; ``values``, None for the stage's own, if unchanged.
 
-        ``version`` is read while ``newest`` is the stage's own.
+        ``newest`` is the version of the stage's own. Notes on the flight what is asked for later.
         """
-        if not self.active:
+        if not self.hooks:
             return values
-        assert self._fill is not None
-        step = (batch - self._fill.first_batch) // self._fill.micro_batches
-        lag = self._fill.first_update + step - version
-        if (version, lag) not in self._predicted:
-            self._predicted[version, lag] = self._predict(Moment(lag, newest))
-        predicted = self._predicted[version, lag]
+        predicted = None if self._predictor is None else self._prediction(flight, newest)
         used = values if predicted is None else predicted
-        kept: Tensors | None = None
         if self._read is not None:
-            kept = self._read.keep(version, values) if predicted is None else predicted
-        judged = None
+            flight.read = predicted
+            if predicted is None:
+                flight.read = self._read.keep(flight.version, values)
         if self._watch is not None and predicted is not None:
             own = self._parameters if values is None else tuple(values)
-            judged = (self._watch.sample.of(predicted), self._watch.sample.of(own))
-        self._flights[batch] = _Flight(version, kept, judged)
+            flight.judged = (self._watch.sample.of(predicted), self._watch.sample.of(own))
         return used
 
-    def _predict(self, moment: Moment) -> Tensors | None:
+    def _prediction(self, flight: Flight, newest: int) -> Tensors | None:
+        assert self._fill is not None
+        step = (flight.batch - self._fill.first_batch) // self._fill.micro_batches
+        lag = self._fill.first_update + step - flight.version
+        asked = (flight.version, lag)
+        if asked not in self._predicted:
+            self._predicted[asked] = self.predict(Moment(lag, newest))
+        return self._predicted[asked]
+
+    def predict(self, moment: Moment) -> Tensors | None:
+        """What a forward of this moment is lent; None for the weights in use."""
+        assert self._predictor is not None
         with torch.no_grad(), self._tuned(moment):
-            for hook in self._hooks:
-                if _overrides(hook, "forward_weights"):
-                    return hook.forward_weights(hook.numbers(moment))
-        return None
+            return self._predictor.forward_weights(self._predictor.numbers(moment))
 
-    def backward_weights(self, batch: int, version: int) -> Tensors | None:
-        """The weights for a backward that runs at ``version``; None for those of its rule."""
-        behind = version - self._flights[batch].version if self.rewinds else 0
+    def backward_weights(self, behind: int) -> Tensors | None:
+        """The weights for a backward ``behind`` updates after its forward; None for its rule's."""
+        if self._rewinder is None:
+            return None
         with torch.no_grad():
-            for hook in self._hooks:
-                if _overrides(hook, "backward_weights"):
-                    return hook.backward_weights(behind)
-        return None
-
-    def arrived(self, batch: int) -> None:
-        """A micro-batch's gradient is there; the next update applies it."""
-        if self.active:
-            self._applied.append(self._flights.pop(batch))
+            return self._rewinder.backward_weights(behind)
 
     @contextmanager
     def update(self, version: int) -> Iterator[None]:
@@ -240,30 +216,30 @@ class Corrector:
         if not self.active:
             yield
             return
-        moment = Moment(self.lag_at(version), version)
-        if self._watch is not None and self._applied:
-            self._watch.late = fmean(version - flight.version for flight in self._applied)
+        moment = Moment(self._flights.lag(version), version)
+        if self._watch is not None and self._flights.landed:
+            self._watch.late = self._flights.mean_lag(version)
         with self._tuned(moment):
-            numbers = [hook.numbers(moment) for hook in self._hooks]
+            numbers = [hook.numbers(moment) for hook in self.hooks]
             with torch.no_grad():
                 self._judge_predictions()
                 read = self._weights_read()
                 self._fill_sparse_gradients()
-                for hook, of_hook in zip(self._hooks, numbers, strict=True):
+                for hook, of_hook in zip(self.hooks, numbers, strict=True):
                     hook.gradients(of_hook, read)
-                for hook, of_hook in zip(self._hooks, numbers, strict=True):
+                for hook, of_hook in zip(self.hooks, numbers, strict=True):
                     hook.before_step(of_hook)
                 if self._before is not None:
                     torch._foreach_copy_(self._before, self._parameters)
             yield
             with torch.no_grad():
-                for hook, of_hook in zip(self._hooks, numbers, strict=True):
+                for hook, of_hook in zip(self.hooks, numbers, strict=True):
                     hook.after_step(of_hook, self._before)
 
     def _fill_sparse_gradients(self) -> None:
         """What changes gradients goes element by element."""
         changes = any(
-            _overrides(hook, "gradients") for hook in self._hooks if hook is not self._watch
+            overrides(hook, "gradients") for hook in self.hooks if hook is not self._watch
         )
         for parameter in self._parameters if changes else ():
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -275,10 +251,9 @@ class Corrector:
         """After an update and the learning rate's own step."""
         if not self.active:
             return
-        self._applied.clear()
         self._predicted.clear()
         with torch.no_grad():
-            for hook in self._hooks:
+            for hook in self.hooks:
                 hook.observe(self._before)
 
     @contextmanager
@@ -287,7 +262,7 @@ class Corrector:
         with ExitStack() as stack:
             for group in self._groups:
                 rate, momentum = 1.0, group.momentum
-                for hook in self._hooks:
+                for hook in self.hooks:
                     rate *= hook.rate(moment)
                     momentum = None if momentum is None else hook.momentum(moment, momentum)
                 if rate != 1.0 or momentum != group.momentum:
@@ -295,15 +270,14 @@ class Corrector:
             yield
 
     def _judge_predictions(self) -> None:
-        for flight in self._applied:
+        for flight in self._flights.landed:
             if self._watch is not None and flight.judged is not None:
                 self._watch.judge(*flight.judged)
 
     def _weights_read(self) -> Tensors | None:
         if self._read is None:
             return None
-        read = [flight.weights for flight in self._applied if flight.weights is not None]
-        return self._read.mean_of(read)
+        return self._read.mean_of([f.read for f in self._flights.landed if f.read is not None])
 
     # ---------------------------------------------------------------- monitors
 
@@ -322,41 +296,34 @@ class Corrector:
 
     def stale_weights(self) -> dict[nn.Parameter, Tensor] | None:
         """What the forward of the next gradient to be applied read; None if that is the newest."""
-        waiting = [*self._applied, *(self._flights[batch] for batch in sorted(self._flights))]
-        read = waiting[0].weights if waiting else None
-        return None if read is None else dict(zip(self._parameters, read, strict=True))
+        oldest = self._flights.oldest
+        if oldest is None or oldest.read is None:
+            return None
+        return dict(zip(self._parameters, oldest.read, strict=True))
 
     # ---------------------------------------------------------------- memory
 
-    def forget_flights(self) -> None:
-        """Nothing is in flight any more, and the weights may have been written to."""
-        self._flights.clear()
-        self._applied.clear()
+    def _forget_weights(self) -> None:
+        """Weights may have been written to."""
         self._predicted.clear()
         if self._read is not None:
             self._read.forget()
 
     def forget(self) -> None:
         """Weights were loaded from elsewhere: nothing of the past counts."""
-        self.forget_flights()
+        self._forget_weights()
         self._drop_hooks()
 
-    def _drop_hooks(self) -> None:
-        self._hooks, self._watch, self._read, self._before = [], None, None, None
-        self._loaded = {}
-
-    def snapshot(self) -> dict[str, Any]:
-        """All it remembers, of batches in flight too, as plain values and tensors."""
+    def snapshot(self) -> CorrectorState:
+        """All it remembers but for what flights hold, as plain values and tensors."""
         return {
             "corrections": self.state_dict(),
-            "watch": [] if self._watch is None else [t.clone() for t in _memory_of(self._watch)],
+            "watch": [] if self._watch is None else [t.clone() for t in tensors_of(self._watch)],
             "read": None if self._read is None else self._read.snapshot(),
-            "flights": [[batch, self._words(flight)] for batch, flight in self._flights.items()],
-            "applied": [self._words(flight) for flight in self._applied],
             "last_read": self._last_read,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: CorrectorState) -> None:
         """Puts back what :meth:`snapshot` took; the fill must have begun already.
 
         What was taken before a fill has no memory yet, and that of the fill's beginning is fresh.
@@ -369,45 +336,42 @@ class Corrector:
                 stacklevel=2,
             )
         if self._watch is not None and state["watch"]:
-            for tensor, value in zip(_memory_of(self._watch), state["watch"], strict=True):
+            for tensor, value in zip(tensors_of(self._watch), state["watch"], strict=True):
                 tensor.copy_(value)
         if self._read is not None and state["read"] is not None:
             self._read.restore(state["read"])
-        self._flights = {batch: self._flight_of(words) for batch, words in state["flights"]}
-        self._applied = [self._flight_of(words) for words in state["applied"]]
         self._last_read = state["last_read"]
+
+    def words_of(self, read: Tensors | None) -> int | list[Tensor] | None:
+        """What a flight has read, to be stored: its place in the memory here, or itself."""
+        place = None if self._read is None or read is None else self._read.place_of(read)
+        return list(read) if place is None and read is not None else place
+
+    def read_of(self, words: int | Sequence[Tensor] | None) -> Tensors | None:
+        """What :meth:`words_of` stood for."""
+        if isinstance(words, int):
+            assert self._read is not None
+            return self._read.at(words)
+        return None if words is None else tuple(words)
 
     def predicted_in_flight(self) -> Iterator[Tensors]:
         """What forwards were lent, where a correction will ask for it."""
-        for flight in (*self._flights.values(), *self._applied):
-            kept = flight.weights
-            if kept is not None and (self._read is None or self._read.place_of(kept) is None):
-                yield kept
+        for flight in (*self._flights, *self._flights.landed):
+            read = flight.read
+            if read is not None and (self._read is None or self._read.place_of(read) is None):
+                yield read
 
     @property
     def bytes(self) -> int:
         """Of what is kept from update to update, but for what was lent to forwards."""
-        kept = [*self._memory(), *(self._before or ())]
+        kept = [*self.tensors(), *(self._before or ())]
         if self._read is not None:
             kept += self._read.tensors()
         return sum(tensor.nbytes for tensor in kept)
 
-    def _memory(self) -> list[Tensor]:
-        return [tensor for hook in self._hooks for tensor in _memory_of(hook)]
-
-    def _words(self, flight: _Flight) -> list[Any]:
-        kept: Any = flight.weights
-        place = None if self._read is None or kept is None else self._read.place_of(kept)
-        return [flight.version, place, None if kept is None or place is not None else list(kept),
-                None if flight.judged is None else list(flight.judged)]  # fmt: skip
-
-    def _flight_of(self, words: list[Any]) -> _Flight:
-        version, place, weights, judged = words
-        kept = None if weights is None else tuple(weights)
-        if place is not None:
-            assert self._read is not None
-            kept = self._read.at(place)
-        return _Flight(version, kept, None if judged is None else (judged[0], judged[1]))
+    def tensors(self) -> list[Tensor]:
+        """What the hooks remember between updates."""
+        return [tensor for hook in self.hooks for tensor in tensors_of(hook)]
 
     def state_dict(self) -> dict[str, Any]:
         """What the corrections remember, complete when nothing is in flight."""
@@ -441,7 +405,7 @@ class Corrector:
 
     def _named_memory(self) -> dict[str, Tensor]:
         """Without the monitor's, which another run may do without."""
-        acting = [hook for hook in self._hooks if hook is not self._watch]
+        acting = [hook for hook in self.hooks if hook is not self._watch]
         return {
             f"{place}.{self._corrections[place].name}.{key}.{number}": tensor
             for place, hook in enumerate(acting)
@@ -450,12 +414,12 @@ class Corrector:
         }
 
 
-def _overrides(hook: Hook, name: str) -> bool:
+def overrides(hook: Hook, name: str) -> bool:
     """Whether it has its own say at this point."""
     return getattr(type(hook), name) is not getattr(Hook, name)
 
 
-def _memory_of(hook: Hook) -> list[Tensor]:
+def tensors_of(hook: Hook) -> list[Tensor]:
     return [tensor for tensors in hook.memory().values() for tensor in tensors]
 
 

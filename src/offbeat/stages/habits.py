@@ -1,0 +1,17 @@
+"""What the first batches of a stage have shown about its modules."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Habits:
+    """Known once somebody has looked; a checkpoint keeps them, so that nobody has to look again."""
+
+    inputs_changed: bool | None = None
+    """Whether the module writes into its input; None before its first call."""
+    written: list[tuple[int, str]] | None = None
+    """The buffers that a forward writes, as (module, name); None before the first."""
+    inspected: bool = False
+    """Whether the first graph of this fill has been looked at, operation by operation."""
+    rebuildable: bool = False
+    """Whether graphs are known to hold nothing that a snapshot would miss."""

@@ -1,0 +1,199 @@
+"""The part of a model that one stage runs: a forward with its loss, and the graph of one."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from offbeat import nest
+from offbeat.errors import StageError
+from offbeat.methods.base import Rule
+from offbeat.nest import Nest, is_dense
+from offbeat.rng import seed_for, seeded
+from offbeat.stages.buffers import WrittenBuffers
+from offbeat.stages.compiled import Compiled
+from offbeat.stages.fill import Fill
+from offbeat.stages.flight import Work
+from offbeat.stages.habits import Habits
+from offbeat.stages.versions import SavedTensors
+
+Loss = Callable[[Nest, Nest], Tensor]
+
+
+class Network:
+    """``loss`` is set where one is computed: at the last stage, and with ``head`` in DGL."""
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        *,
+        seed: int,
+        device: torch.device,
+        replica: int = 0,
+        loss: Loss | None = None,
+        head: nn.Module | None = None,
+        autocast: torch.dtype | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.head = head
+        self.device = device
+        self.replica = replica
+        self.modules = [module] if head is None else [module, head]
+        self.parameters = [p for m in self.modules for p in m.parameters()]
+        self.trainable = [p for p in self.parameters if p.requires_grad]
+        self.of_model = sum(p.requires_grad for p in module.parameters())
+        """So many of these, the first, are the model's; the rest is the head's."""
+        self.habits = Habits()
+        self.buffers = WrittenBuffers(self.modules, self.habits)
+        self._compiled = Compiled(index, module) if compile else module
+        self._loss = loss
+        self._seed = seed
+        self._autocast = autocast
+        self.begin(Fill(), 1.0)
+
+    def begin(self, fill: Fill, shrink: float) -> None:
+        """``shrink``: the factor on every gradient that arrives, corrections included."""
+        self.rule: Rule | None = None if fill.plain else fill.rule
+        """Which weights a backward sees; None where they are the same anyway."""
+        self.local_loss = fill.local_loss
+        self._shrink = shrink
+        compiled = self.modules if isinstance(self._compiled, Compiled) else ()
+        self.habits.inspected = False
+        self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
+
+    # ---------------------------------------------------------------- forward
+
+    def run(self, batch: int | None, work: Work, given: Nest) -> tuple[Nest, Tensor | None]:
+        """One forward: the output, and the loss if there is one.
+
+        ``batch`` decides the random numbers; None leaves them to the caller.
+        """
+        random = nullcontext() if batch is None else seeded(self.seed_of(batch), self.device)
+        with random, precision(self.device, self._autocast):
+            output = self._call(given)
+            if not nest.tensors(output):
+                raise StageError(
+                    f"stage {self.index} ({_describe(self.module)}) returned"
+                    f" {type(output).__name__} without a tensor in it. A stage must return a tensor"
+                    " or a nest (tuple, list, dict) with at least one."
+                )
+            loss = self._compute_loss(output, work.target)
+        stranger = nest.stranger(output)
+        if stranger is not None:
+            raise StageError(
+                f"stage {self.index} ({_describe(self.module)}) returned a"
+                f" {type(stranger).__name__}, in which tensors could hide from the boundary between"
+                " stages. Return tensors, None, numbers and strings in tuples, lists and dicts."
+            )
+        return output, loss
+
+    def build_graph(self, batch: int | None, work: Work, given: Nest) -> tuple[Nest, Tensor | None]:
+        """One forward of which ``work`` keeps the graph."""
+        work.leaves = nest.replace(given, lambda t: t.detach().requires_grad_(t.requires_grad))
+        work.inputs = nest.tensors(work.leaves)
+        watched: AbstractContextManager[None] = nullcontext()
+        if self.rule in ("stash", "current"):
+            watched = self.saved.kept_in(work.graph, work.inputs, work.stashed)
+        with watched:
+            output, work.loss = self.run(batch, work, work.leaves)
+        work.outputs = nest.tensors(output)
+        if self.rule in ("stash", "current"):
+            self.saved.look_at(work.outputs)
+        return output, work.loss
+
+    def seed_of(self, batch: int) -> int:
+        return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
+
+    def _call(self, given: Nest) -> Nest:
+        """Calls the module so that a layer that writes in place spoils nobody's tensor.
+
+        The first call works on a copy and looks whether the module wrote into it; only modules that
+        do go on paying for a copy.
+        """
+        passed = given
+        if self.habits.inputs_changed is not False:
+            passed = nest.replace(given, lambda t: t.clone())
+        before = [tensor._version for tensor in nest.tensors(passed)]
+        # Compiled code would hide its operations from the inspection of a first graph.
+        inspected = self.rule in (None, "recompute") or self.habits.inspected
+        output = self._compiled(passed) if inspected else self.module(passed)
+        changed = before != [tensor._version for tensor in nest.tensors(passed)]
+        if changed and self.habits.inputs_changed is False:
+            raise StageError(
+                f"stage {self.index} ({_describe(self.module)}) began to change its input in place"
+                " after its first batch. Use the out-of-place form of that operation."
+            )
+        if self.habits.inputs_changed is None:
+            self.habits.inputs_changed = changed
+        return output
+
+    def _compute_loss(self, output: Nest, target: Nest) -> Tensor | None:
+        if self._loss is None or (self.head is not None and not self.local_loss):
+            return None
+        loss = self._loss(output if self.head is None else self.head(output), target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise StageError(
+                f"the loss must return one floating-point number as a tensor; it returned"
+                f" {found}. Reduce it, for example with reduction='mean' or .mean()."
+            )
+        return loss
+
+    def predict(self, given: Nest, state: dict[str, Tensor]) -> Nest:
+        """Runs the module alone with these weights and buffers: for evaluation."""
+        with torch.no_grad(), precision(self.device, self._autocast):
+            return nest.replace(functional_call(self.module, state, (given,)), without_holes)
+
+    # ---------------------------------------------------------------- between stages
+
+    def outgoing(self, output: Nest, given: Nest) -> Nest:
+        """Detached tensors for the next stage, marked where a gradient should come back."""
+        needed = not self.local_loss and (
+            bool(self.trainable) or any(t.requires_grad for t in nest.tensors(given))
+        )
+
+        def sent(tensor: Tensor) -> Tensor:
+            # Without a graph (recompute) any floating-point output may turn out to need one.
+            wanted = tensor.requires_grad or (
+                self.rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
+            )
+            return without_holes(tensor.detach()).requires_grad_(needed and wanted)
+
+        return nest.replace(output, sent)
+
+    def starts(
+        self, work: Work, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Where a backward begins, and with which gradients."""
+        if work.loss is not None:
+            whole = work.scale == 1.0
+            return [work.loss], [None if whole else torch.full_like(work.loss, work.scale)]
+        pairs = [
+            (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
+            for output, gradient in zip(work.outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def precision(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:
+    """The context every forward runs in."""
+    if autocast is None:
+        return nullcontext()
+    # The cache would keep the weights' casts across an update inside one context.
+    return torch.autocast(device.type, dtype=autocast, cache_enabled=False)
+
+
+def without_holes(tensor: Tensor) -> Tensor:
+    """The tensor in the layout in which it would arrive in another process."""
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def _describe(module: nn.Module) -> str:
+    names = [type(child).__name__ for child in module.children()] or [type(module).__name__]
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
