@@ -489,7 +489,7 @@ def test_updates_are_summed_up_by_stage() -> None:
     for number, norms in enumerate([(3.0, 4.0), (0.5, math.nan), (6.0, 0.5)]):
         for stage, norm in enumerate(norms):
             outcome: Any = "applied" if math.isfinite(sum(norms)) else "skipped"
-            updates.record(Update(stage, number, 2 - stage, norm, outcome))
+            updates.append(Update(stage, number, 2 - stage, norm, outcome))
     found = summed_up(updates, clip=4.5)
     assert found["0/0"] == {
         "updates": 3, "dropped": 1, "skipped": 1, "rolled_back": 0, "clipped": 1, "not_finite": 0,
