@@ -33,7 +33,7 @@ from helpers import (
 )
 from offbeat.app.cli import main
 from offbeat.app.cli.train import read_experiment
-from offbeat.app.experiment import Choice, Experiment
+from offbeat.app.experiment import Experiment
 from offbeat.app.runs import Run
 from offbeat.app.training import corrections_of
 from offbeat.averaging import AllReduce, DaSGD, LocalSGD
@@ -77,6 +77,7 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.methods.base import Rule
+from offbeat.registry import Choice
 from offbeat.stages.stage import Stage
 
 ZERO_LAG = [DSP(lag=(0, 0, 0), backward=rule) for rule in RULES]

@@ -19,12 +19,13 @@ from rich.console import Console
 
 from offbeat.app import cli
 from offbeat.app.cli.live import Screen
-from offbeat.app.experiment import Choice, Experiment
+from offbeat.app.experiment import Experiment
 from offbeat.app.report.page import page
 from offbeat.app.runs import Run
 from offbeat.app.study import cells_of
 from offbeat.app.training import Progress, build, run_experiment, scheduler_factory
 from offbeat.records.readings import Readings
+from offbeat.registry import Choice
 from offbeat.trainer import Trainer
 from offbeat.zoo import data_named
 

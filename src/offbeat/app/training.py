@@ -31,8 +31,9 @@ from offbeat.engines.evaluation import Evaluation
 from offbeat.errors import BatchError, CheckpointError, ConfigurationError
 from offbeat.guards import Guards, Update, Updates
 from offbeat.methods import Method, Phases, Synchronous, method_named
-from offbeat.methods.auto import Auto, settings_of
+from offbeat.methods.auto import Auto
 from offbeat.optimizers import Muon
+from offbeat.registry import Choice
 from offbeat.stages.memory import StageMemory
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, data_named, network_for
@@ -569,9 +570,9 @@ def _planned(trainer: Trainer) -> dict[str, Any]:
     plan = trainer.plan
     if plan is None:
         return {}
-    method = {"name": plan.method.name, "settings": settings_of(plan.method)}
-    chosen = [{"name": c.name, "settings": settings_of(c)} for c in trainer.corrections]
-    return {"plan": {"method": method, "correction": chosen, "reasons": list(plan.reasons)}}
+    method = asdict(Choice.of(plan.method))
+    corrections = [asdict(Choice.of(correction)) for correction in trainer.corrections]
+    return {"plan": {"method": method, "correction": corrections, "reasons": list(plan.reasons)}}
 
 
 def _finish(

@@ -1,13 +1,14 @@
 """The least staleness that keeps every stage busy, and what to do about the rest."""
 
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Literal
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods import DSP, Asynchronous, PipeDream, Synchronous
 from offbeat.methods.base import Method, require_count
+from offbeat.registry import Choice, Named
 from offbeat.schedules.timeline import Costs, timeline
 
 OptimizerKind = Literal["momentum", "adam", "muon", "other"]
@@ -73,15 +74,6 @@ class Auto:
             require_count("batch", self.batch)
 
 
-class Named(Protocol):
-    """A method or a correction: a frozen dataclass of settings with a name."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def name(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Plan:
     """A method, corrections as the command line spells them, and the reasons."""
@@ -95,24 +87,14 @@ class Plan:
     def with_own(self, corrections: Sequence[Named]) -> "Plan":
         """The same method with corrections that somebody else has chosen."""
         about_method = self.reasons[:-1] if len(self.reasons) > 1 else self.reasons
-        spelled = tuple(map(_spelled, corrections))
+        names = tuple(str(Choice.of(correction)) for correction in corrections)
         reasons = (*about_method, "corrections as they were given")
-        return replace(self, corrections=spelled, reasons=reasons)
+        return replace(self, corrections=names, reasons=reasons)
 
     def __str__(self) -> str:
         """As ``--method`` and ``--correction`` would say it, and why."""
-        chosen = " + ".join([_spelled(self.method), *self.corrections])
+        chosen = " + ".join([str(Choice.of(self.method)), *self.corrections])
         return "\n".join([f"auto: {chosen}", *(f"  {reason}" for reason in self.reasons)])
-
-
-def settings_of(named: Named) -> dict[str, Any]:
-    """The settings in which a method or a correction differs from its defaults."""
-    return {f.name: value for f in fields(named) if (value := getattr(named, f.name)) != f.default}
-
-
-def _spelled(named: Named) -> str:
-    settings = ",".join(f"{name}={value}" for name, value in settings_of(named).items())
-    return f"{named.name}:{settings}" if settings else named.name
 
 
 def plan_for(

@@ -36,7 +36,8 @@ class Columns(Generic[Entry]):
 
     def column(self, field: str) -> "array[Any]":
         """All values of a field; the word as a number."""
-        return self._arrays[self.entry._fields.index(field)]
+        place: int = self.entry._fields.index(field)
+        return self._arrays[place]
 
     def append(self, entry: Entry) -> None:
         numbers = list(entry)

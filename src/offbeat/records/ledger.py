@@ -196,5 +196,5 @@ def _refuse_odd(words: Any) -> None:
             raise ValueError(f"{name} is {number!r}")
     for name in ("start_s", "end_s"):
         moment = words.get(name)
-        if type(moment) not in (int, float) or not abs(moment) < 1e15:
+        if type(moment) not in (int, float) or not abs(moment) < 1e15:  # type: ignore[arg-type]
             raise ValueError(f"{name} is {moment!r}")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.app.cli.options import MOST_STAGES, read_count
@@ -13,14 +14,6 @@ if TYPE_CHECKING:
     from offbeat.app.study import Cell
 
 DEFAULT_METHODS = "stale-weights dsp adl:accumulate=4 pipedream"
-_VARIED = {
-    "method": "--methods",
-    "seed": "--seeds",
-    "stages": "--stage-counts",
-    "cuts": "--stage-counts",
-    "ppv": "--stage-counts",
-}
-"""Settings of one run, and what a study has in their place."""
 
 
 class Asked(NamedTuple):
@@ -37,8 +30,8 @@ def read_study(config: str | None, flags: dict[str, Any], own: dict[str, Any]) -
     methods = _listed(given.pop("methods", DEFAULT_METHODS))
     counts = _listed(given.pop("stage_counts", "2,4"), also=",")
     seeds = read_count("--seeds", str(given.pop("seeds", 3)))
-    for name, option in _VARIED.items():
-        if name in given:
+    for name, option in ((f.name, f.metadata["study"]) for f in fields(Experiment)):
+        if option and name in given:
             source = f"--{name}" if flags.get(name) is not None else f"{name} in {config}"
             raise ConfigurationError(
                 f"{source} is for one run, and a study makes several: leave it out and give"

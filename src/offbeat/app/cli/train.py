@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from offbeat.app.experiment import Choice, Experiment, plain, spelled
+from offbeat.app.experiment import Experiment, names_of, plain
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
+from offbeat.registry import Choice, spell
 
 ConfigOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A TOML file; flags given beside it win.")
@@ -42,7 +43,7 @@ def with_experiment_flags(command: Callable[..., None]) -> Callable[..., None]:
             f.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=_annotation(f.name, f.type, dict(f.metadata), f.default),
+            annotation=_annotation(f.name, f.type, f.metadata["help"], f.default),
         )
         for f in fields(Experiment)
     ]
@@ -51,16 +52,18 @@ def with_experiment_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _annotation(name: str, kind: Any, words: dict[str, str], default: Any) -> Any:
+def _annotation(name: str, kind: Any, help_: str, default: Any) -> Any:
     flag = "--" + name.replace("_", "-")
-    shown = "" if default in (None, (), False, True) else f" [{spelled(default)}]"
+    shown = "" if default in (None, (), False, True) else f" [{spell(default)}]"
     if kind is bool:
         opposite = f"--no-{name.replace('_', '-')}"
-        option = typer.Option(f"{flag}/{opposite}", help=words["help"], show_default=False)
+        option = typer.Option(f"{flag}/{opposite}", help=help_, show_default=False)
         return Annotated[bool | None, option]
     several = kind == tuple[Choice, ...]
-    metavar = words["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
-    option = typer.Option(flag, metavar=metavar, help=words["help"] + shown, show_default=False)
+    metavar = {int: "N", float: "X"}.get(kind, "TEXT")
+    if Choice in (kind, *get_args(kind)):
+        metavar = "NAME[:SETTINGS]"
+    option = typer.Option(flag, metavar=metavar, help=help_ + shown, show_default=False)
     return Annotated[list[str] | None if several else str | None, option]
 
 
@@ -78,22 +81,18 @@ def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
 def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
     """What a stored run was asked to do; settings that are given again must be the same."""
     config = Run.load(folder).config
-    names = [f.name for f in fields(Experiment)]
+    names, free = [f.name for f in fields(Experiment)], names_of("upkeep")
     stored = Experiment.read({name: config[name] for name in names if name in config})
     asked = Experiment.read(given)
     before, after = plain(stored.as_dict()), plain(asked.as_dict())
     for name in given:
         then, now = getattr(stored, name), getattr(asked, name)
-        if name not in _FREE and before[name] != after[name]:
+        if name not in free and before[name] != after[name]:
             raise ConfigurationError(
-                f"{folder} was started with {name}={spelled(then)}, and --resume goes on with the"
-                f" same run: leave out {name}={spelled(now)}, or start another one (--out)."
+                f"{folder} was started with {name}={spell(then)}, and --resume goes on with the"
+                f" same run: leave out {name}={spell(now)}, or start another one (--out)."
             )
-    return replace(stored, **{name: getattr(asked, name) for name in given if name in _FREE})
-
-
-_FREE = ("save_every", "keep", "data_folder")
-"""Settings that may change when a run goes on."""
+    return replace(stored, **{name: getattr(asked, name) for name in given if name in free})
 
 
 def folder_for(experiment: Experiment, out: str | None) -> Path:

@@ -8,13 +8,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from offbeat.app.experiment import Choice
+from offbeat.app.experiment import names_of
 from offbeat.app.report.actions import lags_of
 from offbeat.app.report.values import count, either, listing, mapping, name_of, number, whole
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
+from offbeat.registry import Choice
 
 MOST_POINTS = 400
 """Points of a curve; a longer one is drawn through means of neighbours."""
@@ -57,12 +58,6 @@ class Guarded:
     replica: int
     stage: int
     fields: Mapping[str, float]
-
-
-_RECIPE = (
-    "model", "data", "optimizer", "lr", "momentum", "weight_decay", "decay", "warmup", "milestones",
-    "clip", "epochs", "max_steps", "batch_size", "drop_last", "augment", "autocast",
-)  # fmt: skip
 
 
 def _worded(value: object) -> str:
@@ -311,7 +306,7 @@ class Facts:
 
         Only what both say; a run may be older than a setting.
         """
-        both = [name for name in _RECIPE if name in self.config and name in other.config]
+        both = [name for name in names_of("recipe") if name in self.config and name in other.config]
         return [
             f"{name} {_worded(self.config[name])} ({_worded(other.config[name])})"
             for name in both
