@@ -19,6 +19,7 @@ from rich.console import Console
 
 from offbeat.app import cli
 from offbeat.app.cli.live import Screen
+from offbeat.app.cli.report import runs_in
 from offbeat.app.experiment import Experiment
 from offbeat.app.report.page import page
 from offbeat.app.runs import Run
@@ -379,8 +380,6 @@ def test_a_study_refuses_what_it_cannot_do(
 ) -> None:
     assert offbeat_says("study", "--methods", "synchronous+extrapolate") == 2
     assert "without lag a correction changes nothing. Leave it out." in capsys.readouterr().err
-    assert offbeat_says("timeline", "adl:accumulate=4") == 2
-    assert "settings are options here, as in 'adl --accumulate 4'" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert offbeat_says("study") == 2
     assert "a study runs in one process, and torchrun has started 2" in capsys.readouterr().err
@@ -556,7 +555,7 @@ def test_a_run_that_diverged_says_so_and_so_does_its_report(
     assert "training has diverged" in capsys.readouterr().err
     assert run.summary["memory"][0]["in_flight_bytes"] > 0  # as it was before the drain
     train(tmp_path / "bp")
-    runs = cli._runs_in(tmp_path)  # those of a folder, as of a study's
+    runs = runs_in(tmp_path)  # those of a folder, as of a study's
     text = page([Run.load(folder) for folder in runs])
     assert "The test loss is not a finite number" in text
     assert "run and bp differ in more than staleness: lr 100.0 (0.02)." in text

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from offbeat.errors import ConfigurationError, unknown
@@ -72,9 +72,11 @@ class Asynchronous(Method):
     and less slack. ``cap=K-1`` is the least that keeps every stage busy if messages take no time.
     """
 
-    backward: Rule = "stash"
-    accumulate: int | None = 1
-    cap: int | None = None
+    backward: Rule = field(default="stash", metadata={"help": "the weights a backward sees."})
+    accumulate: int | None = field(default=1, metadata={"help": "micro-batches per update."})
+    cap: int | None = field(
+        default=None, metadata={"help": "most micro-batches in flight at the first stage."}
+    )
 
     def __post_init__(self) -> None:
         if self.backward not in RULES:

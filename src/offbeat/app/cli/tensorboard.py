@@ -9,7 +9,7 @@ from offbeat.errors import MissingExtra
 from offbeat.trainer import Trainer
 
 
-class Board:
+class TensorBoard:
     """Writes scalars beside the run."""
 
     def __init__(self, folder: Path) -> None:

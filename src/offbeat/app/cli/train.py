@@ -1,7 +1,8 @@
 """``offbeat train``: its flags are the fields of :class:`offbeat.app.experiment.Experiment`."""
 
-import inspect
-from collections.abc import Callable
+import math
+import os
+import sys
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from offbeat.app.cli.options import flag, with_flags
 from offbeat.app.experiment import Experiment, names_of, plain
-from offbeat.app.runs import Run
+from offbeat.app.runs import CHECKPOINTS, CONFIG, Run
 from offbeat.errors import ConfigurationError
 from offbeat.registry import Choice, spell
 
@@ -20,7 +22,7 @@ ConfigOption = Annotated[
 OutOption = Annotated[
     str | None, typer.Option(metavar="FOLDER", help="Where the run is stored; runs/... by default.")
 ]
-BoardOption = Annotated[
+TensorBoardOption = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard events into the folder.")
 ]
 
@@ -29,27 +31,6 @@ ResumeOption = Annotated[
     bool,
     typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint."),
 ]
-
-
-def with_experiment_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command one flag per field; they arrive in its ``**flags``, None where not given."""
-    own = [
-        parameter
-        for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    made = [
-        inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=_annotation(f.name, f.type, f.metadata["help"], f.default),
-        )
-        for f in fields(Experiment)
-    ]
-    command.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in [*own, *made]} | {"return": None}
-    return command
 
 
 def _annotation(name: str, kind: Any, help_: str, default: Any) -> Any:
@@ -65,6 +46,12 @@ def _annotation(name: str, kind: Any, help_: str, default: Any) -> Any:
         metavar = "NAME[:SETTINGS]"
     option = typer.Option(flag, metavar=metavar, help=help_ + shown, show_default=False)
     return Annotated[list[str] | None if several else str | None, option]
+
+
+EXPERIMENT_FLAGS = [
+    flag(f.name, _annotation(f.name, f.type, f.metadata["help"], f.default))
+    for f in fields(Experiment)
+]
 
 
 def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
@@ -100,3 +87,62 @@ def folder_for(experiment: Experiment, out: str | None) -> Path:
         return Path(out)
     moment = datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{experiment.model.name}-{experiment.method.name}-{moment}"
+
+
+@with_flags(EXPERIMENT_FLAGS)
+def train(
+    config: ConfigOption = None,
+    out: OutOption = None,
+    tensorboard: TensorBoardOption = False,
+    resume: ResumeOption = False,
+    **flags: Any,
+) -> None:
+    """Train a network of the zoo by any method, alone or under torchrun, and store the run."""
+    experiment = read_experiment(config, flags)
+    if resume and out is None:
+        raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
+    folder = folder_for(experiment, out)
+    first_process = os.environ.get("RANK", "0") == "0"
+    if resume and not (folder / CONFIG).exists():
+        if not given_settings(config, flags):
+            raise ConfigurationError(
+                f"{folder} holds no run to go on with: give the folder of one with --out, or the"
+                " settings of a new one."
+            )
+        if first_process:
+            typer.echo(f"no run in {folder}: starting one")
+    if resume and (folder / CONFIG).exists():
+        experiment = stored_experiment(folder, given_settings(config, flags))
+        if Run.load(folder).summary.get("status") == "finished":
+            typer.echo(f"{folder} is finished already")
+            return
+        if first_process and not (folder / CHECKPOINTS).exists():
+            typer.echo(f"no checkpoint in {folder}: starting from step 0 (--save-every keeps some)")
+    from rich.console import Console
+
+    from offbeat.app.cli.live import Lines, Screen
+    from offbeat.app.cli.tensorboard import TensorBoard
+    from offbeat.app.training import Watcher, run_experiment
+
+    console = Console()
+
+    def watchers() -> list[Watcher]:
+        shown: Watcher = Screen(console) if console.is_terminal else Lines(console)
+        return [shown, TensorBoard(folder)] if tensorboard else [shown]
+
+    summary = run_experiment(experiment, folder, watchers, resume=resume)
+    if first_process:
+        typer.echo(f"stored in {folder}")
+        loss = summary["loss"]
+        if loss is not None and not math.isfinite(loss):
+            typer.echo(
+                f"the test loss is {loss}: training has diverged. Try a smaller --lr;"
+                " --nonfinite stop ends such a run where it happens.",
+                err=True,
+            )
+    if summary["status"] == "interrupted":
+        if first_process and (folder / CHECKPOINTS).exists():
+            count = os.environ.get("WORLD_SIZE", "1")
+            launcher = f"torchrun --nproc-per-node {count} -m -- " if count != "1" else ""
+            typer.echo(f"to go on: {launcher}offbeat train --resume --out {folder}")
+        sys.exit(130)
