@@ -31,11 +31,11 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
+from offbeat.app.build import corrections_of
 from offbeat.app.cli import main
 from offbeat.app.cli.train import read_experiment
 from offbeat.app.experiment import Experiment
 from offbeat.app.runs import Run
-from offbeat.app.training import corrections_of
 from offbeat.averaging import AllReduce, DaSGD, LocalSGD
 from offbeat.corrections import (
     CORRECTIONS,

@@ -29,8 +29,8 @@ from helpers import (
 )
 from offbeat import Guards, StaleWeights, Synchronous
 from offbeat.app import cli
+from offbeat.app.results import summarize_guards as summed_up
 from offbeat.app.runs import Run
-from offbeat.app.training import guarded as summed_up
 from offbeat.averaging import AllReduce, LocalSGD
 from offbeat.errors import ConfigurationError, GuardError
 from offbeat.guards import Guard, Update, Updates

@@ -33,8 +33,8 @@ from helpers import (
 )
 from offbeat import nest
 from offbeat import trainer as trainer_module
+from offbeat.app.build import optimizer_factory
 from offbeat.app.experiment import Experiment
-from offbeat.app.training import optimizer_factory
 from offbeat.averaging import AllReduce
 from offbeat.corrections import (
     CORRECTIONS,

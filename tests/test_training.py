@@ -18,13 +18,15 @@ import torch
 from rich.console import Console
 
 from offbeat.app import cli
+from offbeat.app.build import build, scheduler_factory
 from offbeat.app.cli.live import Screen
 from offbeat.app.cli.report import runs_in
 from offbeat.app.experiment import Experiment
+from offbeat.app.progress import Progress
 from offbeat.app.report.page import page
 from offbeat.app.runs import Run
 from offbeat.app.study import cells_of
-from offbeat.app.training import Progress, build, run_experiment, scheduler_factory
+from offbeat.app.training import run_experiment
 from offbeat.records.readings import Readings
 from offbeat.registry import Choice
 from offbeat.trainer import Trainer

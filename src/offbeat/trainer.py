@@ -266,6 +266,16 @@ class Trainer:
         return self._replicas.count
 
     @property
+    def replicas_here(self) -> int:
+        """How many replicas train in this process."""
+        return len(self._here)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and batches have to be."""
+        return self._device
+
+    @property
     def averaging(self) -> Averaging | None:
         """How replicas are kept together; None for a single one."""
         return self._replicas.averaging
@@ -397,6 +407,10 @@ class Trainer:
             self._steps_in_phase += 1
             late = len(self._awaited) - self._schedule.loss_delay
             return self._take_loss() if late > 0 else None
+
+    def check_batch(self, x: Nest, y: Nest) -> None:
+        """Refuses a batch that :meth:`step` would refuse for its rows, without starting it."""
+        self._shards(x, y)
 
     def flush(self) -> list[Tensor]:
         """Drains the pipe: every started batch is applied. Returns the losses still owed.

@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.app.training import Progress
+from offbeat.app.progress import Progress
 from offbeat.trainer import Trainer
 
 _PAUSE_S = 0.5

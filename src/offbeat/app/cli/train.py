@@ -122,7 +122,8 @@ def train(
 
     from offbeat.app.cli.live import Lines, Screen
     from offbeat.app.cli.tensorboard import TensorBoard
-    from offbeat.app.training import Watcher, run_experiment
+    from offbeat.app.progress import Watcher
+    from offbeat.app.training import run_experiment
 
     console = Console()
 
