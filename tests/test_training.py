@@ -96,7 +96,7 @@ def test_a_run_stores_all_that_decided_it(tmp_path: Path) -> None:
     assert len(run.summary["memory"]) == 3
     kinds = [line["kind"] for line in run.metrics]
     assert kinds == ["step", "step", "evaluation", "end"]
-    assert run.of_kind("evaluation")[0]["accuracy"] == run.summary["accuracy"]
+    assert run.metrics[2]["accuracy"] == run.summary["accuracy"]
     ledger = run.ledger()
     assert ledger is not None
     assert len(ledger) == 3 * 3 * 23

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
-from offbeat.errors import ScheduleError
 from offbeat.records.columns import Columns
 from offbeat.schedules.table import Kind
 
@@ -145,21 +144,8 @@ class Ledger(Columns[Entry]):
 
     def lags(self, stage: int, replica: int = 0) -> dict[int, int]:
         """Measured lag of every applied micro-batch of a stage, in updates."""
-        read: dict[int, int] = {}
-        waiting: list[int] = []
-        lags: dict[int, int] = {}
-        for entry in self.at(stage, replica):
-            if entry.kind == "F":
-                read[entry.batch] = entry.version
-            elif entry.kind == "B":
-                waiting.append(entry.batch)
-            elif entry.kind == "U":
-                for batch in waiting:
-                    if batch not in read:
-                        raise ScheduleError(f"the ledger has {stage}B{batch} without its forward.")
-                    lags[batch] = entry.version - 1 - read[batch]
-                waiting = []
-        return lags
+        lags = lags_of(self.at(stage, replica))
+        return {batch: lag for (_, _, batch), lag in lags.items()}
 
     def losses(self, stage: int, replica: int = 0) -> dict[int, float]:
         """The loss of every micro-batch forwarded at a stage that has one (the last; DGL: all)."""
@@ -198,3 +184,26 @@ def _refuse_odd(words: Any) -> None:
         moment = words.get(name)
         if type(moment) not in (int, float) or not abs(moment) < 1e15:  # type: ignore[arg-type]
             raise ValueError(f"{name} is {moment!r}")
+
+
+Place = tuple[int, int, int]
+"""Replica, stage, micro-batch."""
+
+
+def lags_of(entries: Iterable[Entry]) -> dict[Place, int]:
+    """Per applied micro-batch its lag in updates, where its forward is among the entries: those of
+    the end of a run begin with backwards."""
+    read: dict[Place, int] = {}
+    waiting: dict[tuple[int, int], list[int]] = {}
+    lags: dict[Place, int] = {}
+    for entry in entries:
+        line = entry.replica, entry.stage
+        if entry.kind == "F":
+            read[*line, entry.batch] = entry.version
+        elif entry.kind == "B":
+            waiting.setdefault(line, []).append(entry.batch)
+        elif entry.kind == "U":
+            for batch in waiting.pop(line, ()):
+                if (*line, batch) in read:
+                    lags[*line, batch] = entry.version - 1 - read[*line, batch]
+    return lags

@@ -61,7 +61,6 @@ class Screen:
         self._live = Live(console=console, auto_refresh=False)
         self._drawn = 0.0
         self._read = 0
-        self._busy: list[float] = []
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
         self._live.start()

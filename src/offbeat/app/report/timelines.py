@@ -68,7 +68,7 @@ def _timeline(
             ("all", "all", "Show everything"),
         )
     ]
-    keys = "Left and right go from action to action, up and down to other rows, + and - zoom."
+    keys = "Left and right go from action to action, up and down to other lines, + and - zoom."
     hint = f"{kind} timeline of {run.label}. {keys}"
     canvas = tag(
         "canvas",
