@@ -126,8 +126,12 @@ class Choice:
         return cls(name.strip(), settings)
 
     def __str__(self) -> str:
-        settings = ",".join(f"{key}={value}" for key, value in self.settings.items())
+        settings = spell_settings(self.settings)
         return f"{self.name}:{settings}" if settings else self.name
+
+
+def spell_settings(settings: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in settings.items())
 
 
 def split_choices(text: str) -> list[str]:

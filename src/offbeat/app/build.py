@@ -135,7 +135,7 @@ def optimizer_factory(
     # CUDA graphs read a rate that changes from the device; corrections need it on the host.
     recorded = experiment.engine == "streams" and not experiment.correction
 
-    def checked(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+    def make_or_refuse(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
         try:
             return make(params)
         except ValueError as error:
@@ -146,26 +146,19 @@ def optimizer_factory(
 
     def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
         rate: Any = torch.tensor(lr, device=params[0].device) if recorded else lr
+        usual: dict[str, Any] = {"lr": rate, "weight_decay": decay}
         if experiment.optimizer == "sgd":
             fused = True if recorded else None
-            return torch.optim.SGD(
-                params, lr=rate, momentum=momentum, weight_decay=decay, fused=fused
-            )
-        if experiment.optimizer == "adam":
-            return torch.optim.Adam(params, lr=rate, weight_decay=decay, capturable=recorded)
-        if experiment.optimizer == "adamw":
-            return torch.optim.AdamW(params, lr=rate, weight_decay=decay, capturable=recorded)
+            return torch.optim.SGD(params, momentum=momentum, fused=fused, **usual)
+        kind = torch.optim.Adam if experiment.optimizer == "adam" else torch.optim.AdamW
+        if experiment.optimizer != "muon":
+            return kind(params, capturable=recorded, **usual)
         matrices = [p for p in params if p.dim() == 2]
         others = [p for p in params if p.dim() != 2]
-        made: list[Optimizer] = []
-        if matrices:
-            made.append(Muon(matrices, lr=rate, momentum=momentum, weight_decay=decay))
-        if others:
-            rest = torch.optim.AdamW(others, lr=rate, weight_decay=decay, capturable=recorded)
-            made.append(rest)
-        return made
+        both: list[Optimizer] = [Muon(matrices, momentum=momentum, **usual)] if matrices else []
+        return [*both, kind(others, capturable=recorded, **usual)] if others else both
 
-    return checked
+    return make_or_refuse
 
 
 def scheduler_factory(experiment: Experiment, updates: int) -> Callable[[Optimizer], LambdaLR]:

@@ -97,8 +97,7 @@ class Experiment:
     )
     replicas: int = _setting("Copies of the model, each on its part of every batch.", 1, least=1)
     averaging: Choice | None = _setting(
-        "How replicas are kept together, as in dasgd:every=4,delay=1.",
-        None,
+        "How replicas are kept together, as in dasgd:every=4,delay=1.", None
     )
     optimizer: Optimizer = _setting(
         "sgd, adam, adamw or muon (AdamW for what is no matrix).", "sgd", role="recipe"

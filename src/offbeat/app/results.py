@@ -74,7 +74,7 @@ def summarize_run(
         "guards": summarize_guards(
             trainer.updates, clip, by_model=trainer.method.schedule(trainer.stages).synchronous
         ),
-        "busy_share": measure_busy_shares(ledger, trainer.stages),
+        "busy_share": ledger.busy_shares(trainer.stages),
         "cuts": None if trainer.cuts is None else list(trainer.cuts),
     }
 
@@ -112,14 +112,3 @@ def summarize_guards(
             "largest_lag": max(update.lag for update in of),
         }
     return found
-
-
-def measure_busy_shares(ledger: Ledger, stages: int) -> list[float]:
-    """Of the time from the first action to the last, what each stage of replica 0 worked."""
-    first, last = math.inf, -math.inf
-    work = [0.0] * stages
-    for entry in ledger:
-        if entry.replica == 0 and entry.kind in "FBU":
-            first, last = min(first, entry.start_s), max(last, entry.end_s)
-            work[entry.stage] += entry.end_s - entry.start_s
-    return [w / (last - first) if last > first else 0.0 for w in work]

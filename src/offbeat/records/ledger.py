@@ -155,6 +155,20 @@ class Ledger(Columns[Entry]):
             if entry.kind == "F" and entry.loss == entry.loss
         }
 
+    def busy_shares(self, stages: int, replica: int = 0, since: int = 0) -> list[float]:
+        """Of the time from the first action to the last, what each stage of a replica worked.
+
+        ``since``: leaves out the entries before this one.
+        """
+        first, last = math.inf, -math.inf
+        work = [0.0] * stages
+        for index in range(since, len(self)):
+            entry = self[index]
+            if entry.replica == replica and entry.kind in "FBU":
+                first, last = min(first, entry.start_s), max(last, entry.end_s)
+                work[entry.stage] += entry.end_s - entry.start_s
+        return [w / (last - first) if last > first else 0.0 for w in work]
+
     def waits(self, stage: int, replica: int = 0) -> dict[int, float]:
         """Per average, by its number: the seconds for which a stage stood still to merge it.
 

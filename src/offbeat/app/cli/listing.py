@@ -5,20 +5,21 @@ from typing import Any
 
 import typer
 
-from offbeat.app.cli.options import JsonOption
+from offbeat.app.cli.options import Json
 from offbeat.app.cli.printing import print_columns, print_json
 from offbeat.methods import METHODS, Method
+from offbeat.registry import spell_settings
 
 
-def methods(as_json: JsonOption = False) -> None:
+def methods(as_json: Json = False) -> None:
     """List the methods: lag, memory, locks, paper."""
-    rows = [_described(kind()) for kind in METHODS]
+    kinds = [_describe(kind()) for kind in METHODS]
     if as_json:
-        print_json(rows)
+        print_json(kinds)
         return
-    keys = [key for key in rows[0] if key != "settings"]
+    keys = [key for key in kinds[0] if key != "settings"]
     head = ["name", "lag", "copies", "backward", "waits for", "reference"]
-    print_columns([head, *([row[key] or "-" for key in keys] for row in rows)])
+    print_columns([head, *([kind[key] or "-" for key in keys] for kind in kinds)])
     typer.echo(
         "\nlag: updates between a batch's forward and the application of its gradient, at"
         "\nstage k = 0 ... K-1 of K; M micro-batches per update divide it by M, rounded up."
@@ -26,11 +27,11 @@ def methods(as_json: JsonOption = False) -> None:
     )
 
 
-def corrections(as_json: JsonOption = False) -> None:
+def corrections(as_json: Json = False) -> None:
     """List the corrections: what each changes, its settings, memory, paper."""
     from offbeat.corrections import CORRECTIONS
 
-    rows = [
+    kinds: list[dict[str, Any]] = [
         {
             "name": kind.name,
             "acts_on": kind.acts_on,
@@ -41,18 +42,12 @@ def corrections(as_json: JsonOption = False) -> None:
         for kind in CORRECTIONS
     ]
     if as_json:
-        print_json(rows)
+        print_json(kinds)
         return
     head = ["name", "acts on", "settings", "copies", "reference"]
     body = [
-        [
-            str(row["name"]),
-            str(row["acts_on"]),
-            ",".join(f"{f.name}={f.default}" for f in fields(kind)) or "-",
-            str(row["weight_copies"]),
-            str(row["reference"]),
-        ]
-        for kind, row in zip(CORRECTIONS, rows, strict=True)
+        [spell_settings(value) or "-" if key == "settings" else str(value) for key, value in of]
+        for of in map(dict.items, kinds)
     ]
     print_columns([head, *body])
     typer.echo(
@@ -61,7 +56,7 @@ def corrections(as_json: JsonOption = False) -> None:
     )
 
 
-def _described(method: Method) -> dict[str, Any]:
+def _describe(method: Method) -> dict[str, Any]:
     settings = asdict(method)
     return {
         "name": method.name,

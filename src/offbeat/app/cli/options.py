@@ -31,28 +31,23 @@ def _option(metavar: str, text: str) -> Any:
 
 
 _METHOD = typer.Argument(
-    metavar="METHOD",
-    help="A name from 'offbeat methods', case ignored, as in adl:accumulate=4.",
+    metavar="METHOD", help="A name from 'offbeat methods', case ignored, as in adl:accumulate=4."
 )
-MethodArgument = Annotated[str, _METHOD]
-OptionalMethodArgument = Annotated[str | None, _METHOD]
-MeasuredOption = Annotated[
+MethodText = Annotated[str, _METHOD]
+OptionalMethodText = Annotated[str | None, _METHOD]
+Measured = Annotated[
     str | None, _option("FILE", "A ledger saved by a run, drawn instead of a model of a method.")
 ]
-StagesOption = Annotated[str, _option("K", "Number of stages.")]
-BatchesOption = Annotated[str, _option("N", "Number of batches; each is one step.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Stages = Annotated[str, _option("K", "Number of stages.")]
+Batches = Annotated[str, _option("N", "Number of batches; each is one step.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
-ForwardOption = Annotated[str, _option("T", "Cost of a batch's forward at one stage.")]
-RecomputeOption = Annotated[str, _option("T", "Cost of computing a forward again.")]
-BackwardOption = Annotated[str, _option("T", "Cost of a batch's backward at one stage.")]
-HopOption = Annotated[str, _option("T", "Cost of one message between neighbours.")]
-ShareOption = Annotated[
-    str | None, _option("2,1,1,1", "Weight of each stage; the total cost stays.")
-]
-WidthOption = Annotated[
-    str | None, _option("COLUMNS", "Width of the picture, if not the terminal's.")
-]
+Forward = Annotated[str, _option("T", "Cost of a batch's forward at one stage.")]
+Recompute = Annotated[str, _option("T", "Cost of computing a forward again.")]
+Backward = Annotated[str, _option("T", "Cost of a batch's backward at one stage.")]
+Hop = Annotated[str, _option("T", "Cost of one message between neighbours.")]
+Share = Annotated[str | None, _option("2,1,1,1", "Weight of each stage; the total cost stays.")]
+Width = Annotated[str | None, _option("COLUMNS", "Width of the picture, if not the terminal's.")]
 
 
 def with_flags(flags: Sequence[inspect.Parameter]) -> Callable[[_Command], _Command]:

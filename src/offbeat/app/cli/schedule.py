@@ -5,33 +5,23 @@ from typing import Any
 
 import typer
 
-from offbeat.app.cli.options import (
-    MOST_STAGES,
-    SETTING_FLAGS,
-    BatchesOption,
-    JsonOption,
-    MethodArgument,
-    StagesOption,
-    read_count,
-    read_method,
-    with_flags,
-)
+from offbeat.app.cli import options
 from offbeat.app.cli.printing import print_json
 from offbeat.methods import Method
 
 
-@with_flags(SETTING_FLAGS)
+@options.with_flags(options.SETTING_FLAGS)
 def schedule(
-    name: MethodArgument,
-    stages: StagesOption = "4",
-    batches: BatchesOption = "8",
-    as_json: JsonOption = False,
+    name: options.MethodText,
+    stages: options.Stages = "4",
+    batches: options.Batches = "8",
+    as_json: options.Json = False,
     **settings: str | None,
 ) -> None:
     """Print a method's order of work, and its lags."""
-    method = read_method(name, settings)
-    steps = read_count("--batches", batches)
-    plan = method.schedule(read_count("--stages", stages, most=MOST_STAGES))
+    method = options.read_method(name, settings)
+    steps = options.read_count("--batches", batches)
+    plan = method.schedule(options.read_count("--stages", stages, most=options.MOST_STAGES))
     table = plan.table(steps)
     if as_json:
         facts = {

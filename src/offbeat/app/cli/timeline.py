@@ -8,25 +8,7 @@ from typing import Any
 
 import typer
 
-from offbeat.app.cli.options import (
-    MOST_STAGES,
-    SETTING_FLAGS,
-    BackwardOption,
-    BatchesOption,
-    ForwardOption,
-    HopOption,
-    JsonOption,
-    MeasuredOption,
-    OptionalMethodArgument,
-    RecomputeOption,
-    ShareOption,
-    StagesOption,
-    WidthOption,
-    read_costs,
-    read_count,
-    read_method,
-    with_flags,
-)
+from offbeat.app.cli import options
 from offbeat.app.cli.printing import print_json
 from offbeat.app.cli.schedule import heading
 from offbeat.app.runs import LEDGER
@@ -36,26 +18,26 @@ from offbeat.schedules.timeline import Timeline, measured_timeline
 from offbeat.schedules.timeline import timeline as timeline_of
 
 
-@with_flags(SETTING_FLAGS)
+@options.with_flags(options.SETTING_FLAGS)
 def timeline(
     context: typer.Context,
-    name: OptionalMethodArgument = None,
-    measured: MeasuredOption = None,
-    stages: StagesOption = "4",
-    batches: BatchesOption = "8",
-    forward: ForwardOption = "1",
-    recompute: RecomputeOption = "1",
-    backward: BackwardOption = "2",
-    hop: HopOption = "0",
-    share: ShareOption = None,
-    width: WidthOption = None,
-    as_json: JsonOption = False,
+    name: options.OptionalMethodText = None,
+    measured: options.Measured = None,
+    stages: options.Stages = "4",
+    batches: options.Batches = "8",
+    forward: options.Forward = "1",
+    recompute: options.Recompute = "1",
+    backward: options.Backward = "2",
+    hop: options.Hop = "0",
+    share: options.Share = None,
+    width: options.Width = None,
+    as_json: options.Json = False,
     **settings: str | None,
 ) -> None:
     """Draw a method in time, or a run that was measured, with busy share and speed-up."""
     columns = get_terminal_size((100, 24)).columns
     if width is not None:
-        columns = read_count("--width", width, least=20)
+        columns = options.read_count("--width", width, least=20)
     if (name is None) == (measured is None):
         raise ConfigurationError("give either a METHOD or --measured FILE, the ledger of a run.")
     if measured is not None:
@@ -72,10 +54,12 @@ def timeline(
             typer.echo(_measures(found, " s"))
         return
     assert name is not None
-    method = read_method(name, settings)
-    costs = read_costs(share, forward=forward, recompute=recompute, backward=backward, hop=hop)
-    steps = read_count("--batches", batches)
-    count = read_count("--stages", stages, most=MOST_STAGES)
+    method = options.read_method(name, settings)
+    costs = options.read_costs(
+        share, forward=forward, recompute=recompute, backward=backward, hop=hop
+    )
+    steps = options.read_count("--batches", batches)
+    count = options.read_count("--stages", stages, most=options.MOST_STAGES)
     found = timeline_of(method, count, steps=steps, costs=costs)
     if as_json:
         print_json(heading(method, count, steps) | {"costs": asdict(costs)} | _timed(found))

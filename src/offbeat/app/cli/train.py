@@ -28,8 +28,7 @@ TensorBoardOption = Annotated[
 
 
 ResumeOption = Annotated[
-    bool,
-    typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint."),
+    bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")
 ]
 
 

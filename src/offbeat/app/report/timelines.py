@@ -70,12 +70,7 @@ def _timeline(
     ]
     keys = "Left and right go from action to action, up and down to other lines, + and - zoom."
     hint = f"{kind} timeline of {run.label}. {keys}"
-    canvas = tag(
-        "canvas",
-        tabindex="0",
-        role="application",
-        aria_label=hint,
-    )
+    canvas = tag("canvas", tabindex="0", role="application", aria_label=hint)
     return tag(
         "figure",
         tag("figcaption", kind, tag("span", f" {words}", class_="note")),
