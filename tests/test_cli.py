@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -218,14 +219,29 @@ def test_names_work_in_any_case(answer: Answer, command: str, name: str) -> None
         ("dsp --lag 4,2,0", "lag", [4, 2, 0]),
         ("dsp --hops 2", "hop", 2),
         ("dsp --hops 2,1", "hop", [2, 1]),
+        ("adl --reduction sum", "reduction", "sum"),
+        ("adl:accumulate=2", "accumulate", 2),
+        ("DSP:lag=(4,2,0)", "lag", [4, 2, 0]),
+        ("pipedream:backward=recompute", "backward", "recompute"),
     ],
 )
 def test_an_option_sets_its_setting_and_no_other(
     answer: Answer, command: str, options: str, setting: str, value: object
 ) -> None:
-    name = options.split()[0]
+    name = options.split()[0].partition(":")[0]
     untouched = answer(f"{command} {name} --stages 3")["settings"]
     assert answer(f"{command} {options} --stages 3")["settings"] == untouched | {setting: value}
+
+
+@pytest.mark.parametrize("command", ["schedule", "timeline"])
+def test_every_setting_that_can_be_typed_is_an_option(run: Run, command: str) -> None:
+    """Nobody keeps a list: a field of a method is an option of both commands."""
+    shown = run(f"{command} --help")[1]
+    for method in METHODS:
+        for field in fields(method):
+            name = {"backward": "backward-rule", "hop": "hops"}.get(field.name, field.name)
+            typed = method.name != "dgl" or field.name != "head"  # a function
+            assert (f"--{name.replace('_', '-')} " in shown) == typed, (method.name, field.name)
 
 
 def test_settings_change_the_lags(answer: Answer) -> None:
@@ -275,22 +291,32 @@ MISTAKES = [
     ("timeline ddg --share 1,x,1,1", "--share '1,x,1,1': give a number per stage"),
     ("timeline ddg --share 1,1", "share has 2 entries for 4 stages: give one per stage."),
     ("timeline ddg --share 1,0,1,1", "give positive numbers"),
-    ("schedule adl --accumulate 0", "--accumulate '0': give a whole number from 1"),
-    ("schedule gpipe --micro-batches x", "--micro-batches 'x': give a whole number from 1"),
+    ("schedule adl --accumulate 0", "accumulate=0: give a whole number of at least 1."),
+    ("schedule gpipe --micro-batches x", "micro_batches='x': give a whole number of at least 1."),
     ("schedule ddg --backward-rule stsh", "unknown backward rule 'stsh'. Did you mean 'stash'?"),
-    ("schedule fdg --beta x", "--beta 'x': give a number, as in --beta 0.5."),
+    ("schedule fdg --beta x", "FDG(beta='x'): gradients shrink by beta, so 0 < beta <= 1"),
     ("schedule fdg --beta 2", "0 < beta <= 1"),
-    ("schedule dsp --lag 4;2", "--lag '4;2': give a whole number from 0 to 10000 per stage"),
+    (
+        "schedule dsp --lag 4;2",
+        "DSP(lag='4;2'): give integers from 0 to 10000 in a tuple, as",
+    ),
     ("schedule dsp --lag 0,2,4,6", "Try lag=(6, 4, 2, 0)."),
     ("schedule dsp --lag 2,0", "give one per stage, for example lag=(6, 4, 2, 0)."),
-    ("schedule dsp --hops 1,", "--hops '1,': give a whole number from 0 to 10000, or one per hop"),
+    ("schedule dsp --hops 1,", "DSP(hop=(1,)) has 1 entries for 4 stages: give one per hop"),
     ("timeline dsp --hops 1,1", "give one per hop between neighbours, 3 of them."),
     ("schedule pipedream-2bw --accumulate 2", "Give accumulate >= 4, or leave it out."),
     ("schedule gpipe --accumulate 2", "gpipe has no setting --accumulate: it takes --micro-bat"),
     ("timeline synchronous --beta 1", "synchronous has no setting --beta: it takes no settings."),
+    ("schedule adl:accumulate", "settings read name=value, separated by commas"),
+    ("timeline adl:accumulate=0", "accumulate=0: give a whole number of at least 1."),
+    ("timeline adl:acc=2", "adl has no setting 'acc': it takes backward, accumulate, cap, reduct"),
+    (
+        "timeline adl:accumulate=2 --accumulate 2",
+        "METHOD 'adl:accumulate=2' and --accumulate 2 are the same setting: give one of them.",
+    ),
     (
         "timeline ddg --hops 1",
-        "ddg has no setting --hops: it takes --accumulate, --backward-rule, --cap.",
+        "ddg has no setting --hops: it takes --backward-rule, --accumulate, --cap.",
     ),
 ]
 

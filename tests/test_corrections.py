@@ -32,11 +32,11 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
+from offbeat.app.build import corrections_of
 from offbeat.app.cli import main
 from offbeat.app.cli.train import read_experiment
-from offbeat.app.experiment import Choice, Experiment
+from offbeat.app.experiment import Experiment
 from offbeat.app.runs import Run
-from offbeat.app.training import corrections_of
 from offbeat.averaging import AllReduce, DaSGD, LocalSGD
 from offbeat.corrections import (
     CORRECTIONS,
@@ -77,6 +77,7 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.methods.base import Rule
+from offbeat.registry import Choice
 from offbeat.stages.fill import Fill
 from offbeat.stages.stage import Stage
 

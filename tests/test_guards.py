@@ -30,8 +30,8 @@ from helpers import (
 )
 from offbeat import Guards, StaleWeights, Synchronous
 from offbeat.app import cli
+from offbeat.app.results import summarize_guards as summed_up
 from offbeat.app.runs import Run
-from offbeat.app.training import guarded as summed_up
 from offbeat.averaging import AllReduce, LocalSGD
 from offbeat.errors import ConfigurationError, GuardError
 from offbeat.guards import Guard, Update, Updates
@@ -491,7 +491,7 @@ def test_updates_are_summed_up_by_stage() -> None:
     for number, norms in enumerate([(3.0, 4.0), (0.5, math.nan), (6.0, 0.5)]):
         for stage, norm in enumerate(norms):
             outcome: Any = "applied" if math.isfinite(sum(norms)) else "skipped"
-            updates.record(Update(stage, number, 2 - stage, norm, outcome))
+            updates.append(Update(stage, number, 2 - stage, norm, outcome))
     found = summed_up(updates, clip=4.5)
     assert found["0/0"] == {
         "updates": 3, "dropped": 1, "skipped": 1, "rolled_back": 0, "clipped": 1, "not_finite": 0,

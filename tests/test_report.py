@@ -21,13 +21,12 @@ import numpy as np
 import pytest
 
 from offbeat.app.report import draw_curves, draw_timelines, in_turn, page, write_report
-from offbeat.app.report.actions import lags_of, measured, planned, planned_entries
+from offbeat.app.report.actions import measured, planned, planned_entries
 from offbeat.app.report.facts import MOST_POINTS, facts_of
-from offbeat.app.report.plots import figures_of
 from offbeat.app.runs import CONFIG, LEDGER, SUMMARY, Run, RunWriter
 from offbeat.errors import ConfigurationError, MissingExtra, OffbeatError
 from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, Synchronous, method_named
-from offbeat.records.ledger import Ledger
+from offbeat.records.ledger import Ledger, lags_of
 from offbeat.schedules.timeline import Timeline, timeline
 
 METHODS: dict[str, Method] = {
@@ -558,7 +557,7 @@ def test_planned_actions_have_the_lags_of_the_table(method: Method) -> None:
         for batch, lag in of_stage.items()
     }
     assert lags_of(entries) == expected
-    assert planned(timeline(method, 3, steps=7)).rows == ("stage 0", "stage 1", "stage 2")
+    assert planned(timeline(method, 3, steps=7)).lines == ("stage 0", "stage 1", "stage 2")
 
 
 def test_the_end_of_a_ledger_has_lags_where_the_forward_is_known() -> None:
@@ -570,10 +569,10 @@ def test_the_end_of_a_ledger_has_lags_where_the_forward_is_known() -> None:
     assert found.items() <= lags_of(whole).items()
 
 
-def test_averages_under_way_have_rows_of_their_own() -> None:
-    rows = measured(made_ledger(StaleWeights(), 6, replicas=2)).rows
-    assert rows[:3] == ("r0 stage 0", "r0 avg 0", "r0 stage 1")
-    assert len(rows) == 2 * 2 * STAGES
+def test_averages_under_way_have_lines_of_their_own() -> None:
+    lines = measured(made_ledger(StaleWeights(), 6, replicas=2)).lines
+    assert lines[:3] == ("r0 stage 0", "r0 avg 0", "r0 stage 1")
+    assert len(lines) == 2 * 2 * STAGES
 
 
 def test_a_curve_of_many_steps_is_drawn_through_means(tmp_path: Path) -> None:
@@ -614,23 +613,7 @@ def test_waits_are_read_off_the_ledger_where_the_summary_has_none(tmp_path: Path
     ledger = run.ledger()
     assert ledger is not None
     assert [wait.stage for wait in facts.waits] == list(range(STAGES))
-    assert facts.waits[0].total_s == sum(ledger.waits(0).values()) > 0
-
-
-def test_where_nobody_waited_no_axis_goes_below_zero(tmp_path: Path) -> None:
-    none = {"0/0": {"averages": 7, "total_s": 0.0, "longest_s": 0.0}}
-    run = changed(made_run(tmp_path / "run", replicas=2), SUMMARY, waits=none)
-    (panel,) = figures_of([run])["waits"].axes
-    assert panel.get_xlim()[0] == 0
-
-
-def test_the_panels_of_all_runs_show_the_longest_bar(tmp_path: Path) -> None:
-    small, large = made_run(tmp_path / "small"), made_run(tmp_path / "large")
-    entry = small.summary["memory"][0]
-    small = changed(small, SUMMARY, memory=[{**entry, "in_flight_bytes": 1}])
-    large = changed(large, SUMMARY, memory=[{**entry, "in_flight_bytes": 9_000_000}])
-    for axes in figures_of([small, large])["memory"].axes:
-        assert axes.get_xlim()[1] > 9
+    assert facts.waits[0].numbers["total_s"] == sum(ledger.waits(0).values()) > 0
 
 
 # ---------------------------------------------------------------------------- files
@@ -643,7 +626,6 @@ def test_a_report_is_a_page_figures_and_traces(tmp_path: Path) -> None:
     assert names == {path.name for path in (tmp_path / "out").iterdir()}
     figures = (
         "training-loss", "test-loss", "test-accuracy", "timeline-measured", "timeline-planned",
-        "lags", "memory", "waits",
     )  # fmt: skip
     traces = {"trace-bp.json", "trace-img-src-x-onerror-alert-1-x_-quot.json"}
     assert names == {"report.html"} | traces | {f"{f}.{x}" for f in figures for x in ("png", "svg")}

@@ -32,8 +32,8 @@ from helpers import (
     vector_batches,
 )
 from offbeat import nest
+from offbeat.app.build import optimizer_factory
 from offbeat.app.experiment import Experiment
-from offbeat.app.training import optimizer_factory
 from offbeat.averaging import AllReduce
 from offbeat.corrections import (
     CORRECTIONS,

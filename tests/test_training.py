@@ -18,13 +18,17 @@ import torch
 from rich.console import Console
 
 from offbeat.app import cli
+from offbeat.app.build import build, scheduler_factory
 from offbeat.app.cli.live import Screen
-from offbeat.app.experiment import Choice, Experiment
+from offbeat.app.cli.report import runs_in
+from offbeat.app.experiment import Experiment
+from offbeat.app.progress import Progress
 from offbeat.app.report.page import page
 from offbeat.app.runs import Run
 from offbeat.app.study import cells_of
-from offbeat.app.training import Progress, build, run_experiment, scheduler_factory
+from offbeat.app.training import run_experiment
 from offbeat.records.readings import Readings
+from offbeat.registry import Choice
 from offbeat.trainer import Trainer
 from offbeat.zoo import data_named
 
@@ -92,7 +96,7 @@ def test_a_run_stores_all_that_decided_it(tmp_path: Path) -> None:
     assert len(run.summary["memory"]) == 3
     kinds = [line["kind"] for line in run.metrics]
     assert kinds == ["step", "step", "evaluation", "end"]
-    assert run.of_kind("evaluation")[0]["accuracy"] == run.summary["accuracy"]
+    assert run.metrics[2]["accuracy"] == run.summary["accuracy"]
     ledger = run.ledger()
     assert ledger is not None
     assert len(ledger) == 3 * 3 * 23
@@ -378,8 +382,6 @@ def test_a_study_refuses_what_it_cannot_do(
 ) -> None:
     assert offbeat_says("study", "--methods", "synchronous+extrapolate") == 2
     assert "without lag a correction changes nothing. Leave it out." in capsys.readouterr().err
-    assert offbeat_says("timeline", "adl:accumulate=4") == 2
-    assert "settings are options here, as in 'adl --accumulate 4'" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert offbeat_says("study") == 2
     assert "a study runs in one process, and torchrun has started 2" in capsys.readouterr().err
@@ -555,7 +557,7 @@ def test_a_run_that_diverged_says_so_and_so_does_its_report(
     assert "training has diverged" in capsys.readouterr().err
     assert run.summary["memory"][0]["in_flight_bytes"] > 0  # as it was before the drain
     train(tmp_path / "bp")
-    runs = cli._runs_in(tmp_path)  # those of a folder, as of a study's
+    runs = runs_in(tmp_path)  # those of a folder, as of a study's
     text = page([Run.load(folder) for folder in runs])
     assert "The test loss is not a finite number" in text
     assert "run and bp differ in more than staleness: lr 100.0 (0.02)." in text

@@ -18,8 +18,9 @@ from rich.console import Console
 
 import offbeat
 from offbeat.app.cli.live import Screen
+from offbeat.app.progress import Progress
+from offbeat.app.recorder import Recorder
 from offbeat.app.runs import RunWriter
-from offbeat.app.training import Progress, Recorder
 from offbeat.zoo import resnet
 
 

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_METHODS = (
+    "ADL", "DDG", "DGL", "DSP", "FDG", "FeaturesReplay", "GPipe", "OneFOneB", "Phases", "PipeDream",
+    "PipeDream2BW", "StaleWeights", "Synchronous",
+)  # fmt: skip
 _HOME = {
     "Trainer": "trainer",
     "Auto": "methods.auto",
@@ -21,35 +25,10 @@ _HOME = {
     "Table": "schedules.table",
     "seed_for": "rng",
     "OffbeatError": "errors",
-    **dict.fromkeys(
-        (
-            "ADL",
-            "DDG",
-            "DGL",
-            "DSP",
-            "FDG",
-            "FeaturesReplay",
-            "GPipe",
-            "OneFOneB",
-            "Phases",
-            "PipeDream",
-            "PipeDream2BW",
-            "StaleWeights",
-            "Synchronous",
-        ),
-        "methods",
-    ),
+    **dict.fromkeys(_METHODS, "methods"),
 }
 
-_MODULES = (
-    "averaging",
-    "corrections",
-    "errors",
-    "faults",
-    "guards",
-    "methods",
-    "zoo",
-)
+_MODULES = ("averaging", "corrections", "errors", "faults", "guards", "methods", "zoo")
 """Modules that ``import offbeat`` is enough for."""
 
 if TYPE_CHECKING:

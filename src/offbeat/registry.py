@@ -1,20 +1,29 @@
-"""Things chosen by name and settings: methods, averagings, corrections."""
+"""Things chosen by name and settings, as in ``adl:accumulate=4``: methods, corrections, averagings.
 
-from collections.abc import Sequence
-from dataclasses import MISSING, fields
+Here alone such a text is read and written, and here alone settings are held against the fields of
+the dataclass that takes them.
+"""
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from offbeat.errors import ConfigurationError, unknown
 
 
 class Named(Protocol):
+    """A frozen dataclass of settings with a name: a method, a correction or an averaging."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     name: ClassVar[str]
 
 
 Kind = TypeVar("Kind", bound=Named)
 
 
-def made(
+def choose(
     what: str,
     kinds: Sequence[type[Kind]],
     name: str,
@@ -25,7 +34,7 @@ def made(
 
     ``also``: names that are understood elsewhere, for the list of those that are known.
     """
-    kind = kind_named(kinds, name)
+    kind = find_kind(kinds, name)
     if kind is None:
         _explain(what, kinds, name)
         raise unknown(what, name, [*(kind.name for kind in kinds), *also])
@@ -36,17 +45,18 @@ def made(
 def _explain(what: str, kinds: Sequence[type[Named]], name: str) -> None:
     """Answers what the command line writes in one text, and Python in arguments."""
     first, colon, settings = name.partition(":")
-    if colon and (kind := kind_named(kinds, first)) is not None:
+    if colon and (kind := find_kind(kinds, first)) is not None:
         raise ConfigurationError(
             f"{what} {name!r}: settings behind a colon are for the command line. Here they are"
             f" arguments: {kind.__name__}({settings.strip()})."
         )
     several = [part.strip() for part in name.replace("+", ",").split(",")]
-    if len(several) > 1 and all(kind_named(kinds, part) for part in several):
+    if len(several) > 1 and all(find_kind(kinds, part) for part in several):
         raise ConfigurationError(f"{what} {name!r} names {len(several)}: give each by itself.")
 
 
-def kind_named(kinds: Sequence[type[Kind]], name: str) -> type[Kind] | None:
+def find_kind(kinds: Sequence[type[Kind]], name: str) -> type[Kind] | None:
+    """The one of this name, in whatever case and with whatever between its words."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     return next((kind for kind in kinds if wanted in (kind.name, kind.__name__.lower())), None)
 
@@ -64,3 +74,96 @@ def _check(kind: Any, settings: dict[str, Any]) -> None:
         raise ConfigurationError(
             f"{kind.name} needs {' and '.join(missing)}: give {kind.__name__}({example})."
         )
+
+
+# ------------------------------------------------------------------ how choices are written
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A name and its settings: ``adl:accumulate=4``, or a table with ``name`` in a TOML file."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, named: Named) -> "Choice":
+        """Its name, with the settings in which it differs from its defaults."""
+        values = {f.name: (getattr(named, f.name), f.default) for f in fields(named)}
+        return cls(named.name, {k: value for k, (value, usual) in values.items() if value != usual})
+
+    @classmethod
+    def read(cls, value: Any, what: str) -> "Choice":
+        if isinstance(value, cls):
+            return value
+        settings: dict[str, Any]
+        if isinstance(value, Mapping):
+            if not isinstance(value.get("name"), str):
+                raise ConfigurationError(f'{what}: a table needs a name, as in name = "adl".')
+            stored = set(value) == {"name", "settings"}  # as a run keeps it
+            settings = (
+                value["settings"] if stored else {k: v for k, v in value.items() if k != "name"}
+            )
+            return cls(value["name"], dict(settings))
+        name, _, rest = str(value).partition(":")
+        settings = {}
+        for part in _split_settings(rest):
+            key, equals, text = part.partition("=")
+            if not equals or not key.strip().isidentifier():
+                raise ConfigurationError(
+                    f"{what} {value!r}: settings read name=value, separated by commas, as in"
+                    " adl:accumulate=4."
+                )
+            key = key.strip()
+            if key == "name":  # the key of the name itself in a table
+                raise ConfigurationError(
+                    f"{what} {value!r}: name is no setting; the name is what stands before the"
+                    " colon. Leave it out."
+                )
+            if key in settings:
+                raise ConfigurationError(f"{what} {value!r}: {key} is there twice: give one.")
+            settings[key] = read_value(text.strip())
+        return cls(name.strip(), settings)
+
+    def __str__(self) -> str:
+        settings = spell_settings(self.settings)
+        return f"{self.name}:{settings}" if settings else self.name
+
+
+def spell_settings(settings: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in settings.items())
+
+
+def split_choices(text: str) -> list[str]:
+    """The parts of ``pipedream+spike-compensation``; the plus of ``1e+3`` joins nothing."""
+    return re.split(r"\s*\+\s*(?=[A-Za-z])", text)
+
+
+def spell(value: Any) -> str:
+    """A setting as the command line has it, also as it comes back from a stored run."""
+    if isinstance(value, Mapping) and "name" in value:
+        return str(Choice(value["name"], value.get("settings", {})))
+    if isinstance(value, list | tuple):
+        return ",".join(map(spell, value)) or "none"
+    return str(value)
+
+
+def _split_settings(text: str) -> list[str]:
+    """Splits at commas that are in no bracket."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [part for part in [*parts, text[start:]] if part.strip()]
+
+
+def read_value(text: str) -> Any:
+    """A number, a tuple, true or false, or the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: very deep nests
+        return text

@@ -3,96 +3,30 @@
 Nothing here imports torch, so that ``offbeat train --help`` answers at once.
 """
 
-import ast
-import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.registry import Choice, split_choices
 
 Optimizer = Literal["sgd", "adam", "adamw", "muon"]
 Decay = Literal["constant", "cosine", "linear", "step", "one-cycle"]
 
 
+Role = Literal["recipe", "run", "machine", "upkeep"]
+"""What a setting is part of:
+
+``recipe``   what plain training has too: runs that differ in it differ in more than staleness;
+``run``      whatever else decides the outcome;
+``machine``  where it runs and what is watched: a study reads a finished run whatever it says;
+``upkeep``   what is stored and where: the same, and it may change when a run goes on.
+"""
+
 _LARGEST = 3e38
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A name and its settings: ``adl:accumulate=4``, or a table with ``name`` in a TOML file."""
-
-    name: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, value: Any, what: str) -> "Choice":
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, Mapping):
-            if not isinstance(value.get("name"), str):
-                raise ConfigurationError(f'{what}: a table needs a name, as in name = "adl".')
-            return cls(value["name"], {k: v for k, v in value.items() if k != "name"})
-        name, _, rest = str(value).partition(":")
-        settings: dict[str, Any] = {}
-        for part in _split(rest):
-            key, equals, text = part.partition("=")
-            if not equals or not key.strip().isidentifier():
-                raise ConfigurationError(
-                    f"{what} {value!r}: settings read name=value, separated by commas, as in"
-                    " adl:accumulate=4."
-                )
-            key = key.strip()
-            if key == "name":  # the key of the name itself in a table
-                raise ConfigurationError(
-                    f"{what} {value!r}: name is no setting; the name is what stands before the"
-                    " colon. Leave it out."
-                )
-            if key in settings:
-                raise ConfigurationError(f"{what} {value!r}: {key} is there twice: give one.")
-            settings[key] = _value(text.strip())
-        return cls(name.strip(), settings)
-
-    def __str__(self) -> str:
-        settings = ",".join(f"{key}={value}" for key, value in self.settings.items())
-        return f"{self.name}:{settings}" if settings else self.name
-
-
-def joined(text: str) -> list[str]:
-    """The parts of ``pipedream+spike-compensation``; the plus of ``1e+3`` joins nothing."""
-    return re.split(r"\s*\+\s*(?=[A-Za-z])", text)
-
-
-def spelled(value: Any) -> str:
-    """A setting as the command line has it, also as it comes back from a stored run."""
-    if isinstance(value, Mapping) and "name" in value:
-        return str(Choice(value["name"], value.get("settings", {})))
-    if isinstance(value, list | tuple):
-        return ",".join(map(spelled, value)) or "none"
-    return str(value)
-
-
-def _split(text: str) -> list[str]:
-    """Splits at commas that are in no bracket."""
-    parts, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
-    return [part for part in [*parts, text[start:]] if part.strip()]
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: very deep nests
-        return text
 
 
 def plain(value: Any) -> Any:
@@ -115,79 +49,107 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def _help(text: str, default: Any = MISSING, *, metavar: str = "") -> Any:
-    words = {"help": text, "metavar": metavar}
-    if callable(default):
-        return field(default_factory=default, metadata=words)
-    return field(default=default, metadata=words)
+def _setting(
+    text: str, default: Any, *, role: Role = "run", least: int | None = None, study: str = ""
+) -> Any:
+    """``least``: of a number. ``study``: the option that a study has in place of this setting."""
+    facts = {"help": text, "role": role, "least": least, "study": study}
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Everything that decides a run. Field names are the flags, with dashes, and the TOML keys."""
 
-    model: Choice = _help(
-        "A network of the zoo, as in resnet20 or gpt:layers=4,width=128.", Choice("digits-cnn"),
-        metavar="NAME[:SETTINGS]",
-    )  # fmt: skip
-    data: Choice = _help(
-        "Data of the zoo, as in cifar10 or text:unit=bytes.", Choice("digits"),
-        metavar="NAME[:SETTINGS]",
-    )  # fmt: skip
-    data_folder: str | None = _help("Where the data lies, if not in the cache.", None)
-    method: Choice = _help(
-        "auto, or a name from 'offbeat methods', as in adl:accumulate=4.", Choice("synchronous"),
-        metavar="NAME[:SETTINGS]",
-    )  # fmt: skip
-    correction: tuple[Choice, ...] = _help(
+    model: Choice = _setting(
+        "A network of the zoo, as in resnet20 or gpt:layers=4,width=128.",
+        Choice("digits-cnn"),
+        role="recipe",
+    )
+    data: Choice = _setting(
+        "Data of the zoo, as in cifar10 or text:unit=bytes.", Choice("digits"), role="recipe"
+    )
+    data_folder: str | None = _setting(
+        "Where the data lies, if not in the cache.", None, role="upkeep"
+    )
+    method: Choice = _setting(
+        "auto, or a name from 'offbeat methods', as in adl:accumulate=4.",
+        Choice("synchronous"),
+        study="--methods",
+    )
+    correction: tuple[Choice, ...] = _setting(
         "A name from 'offbeat corrections', as in predict:horizon=lag; several are joined by +, or"
         " given one by one.",
-        (), metavar="NAME[:SETTINGS]",
-    )  # fmt: skip
-    monitor: bool = _help("Read how stale each stage is, and probe at every evaluation.", False)
-    hybrid: int | None = _help("Epochs of the method; synchronous training follows.", None)
-    stages: int | None = _help("How many stages, cut where their cost balances.", None)
-    cuts: tuple[str, ...] = _help("Children or paths at which stages begin, as in 4,9.", ())
-    ppv: tuple[int, ...] = _help("Weighted layers after which stages end, as in 2,5.", ())
-    replicas: int = _help("Copies of the model, each on its part of every batch.", 1)
-    averaging: Choice | None = _help(
-        "How replicas are kept together, as in dasgd:every=4,delay=1.", None,
-        metavar="NAME[:SETTINGS]",
-    )  # fmt: skip
-    optimizer: Optimizer = _help("sgd, adam, adamw or muon (AdamW for what is no matrix).", "sgd")
-    lr: float = _help("Learning rate at its peak.", 0.1)
-    momentum: float = _help("Of sgd and muon.", 0.9)
-    weight_decay: float = _help("Of every optimizer.", 0.0)
-    decay: Decay = _help(
-        "How the learning rate falls: constant, cosine, linear, step, one-cycle.", "cosine"
+        (),
     )
-    warmup: int = _help("Updates in which the learning rate rises.", 0)
-    milestones: tuple[float, ...] = _help(
-        "With step: shares of the run after which it falls to a tenth, as in 0.5,0.75.", (0.5, 0.75)
+    monitor: bool = _setting(
+        "Read how stale each stage is, and probe at every evaluation.", False, role="machine"
     )
-    clip: float | None = _help("Bound on the gradient norm.", None)
-    nonfinite: str | None = _help(
+    hybrid: int | None = _setting("Epochs of the method; synchronous training follows.", None)
+    stages: int | None = _setting(
+        "How many stages, cut where their cost balances.", None, study="--stage-counts"
+    )
+    cuts: tuple[str, ...] = _setting(
+        "Children or paths at which stages begin, as in 4,9.", (), study="--stage-counts"
+    )
+    ppv: tuple[int, ...] = _setting(
+        "Weighted layers after which stages end, as in 2,5.", (), study="--stage-counts"
+    )
+    replicas: int = _setting("Copies of the model, each on its part of every batch.", 1, least=1)
+    averaging: Choice | None = _setting(
+        "How replicas are kept together, as in dasgd:every=4,delay=1.", None
+    )
+    optimizer: Optimizer = _setting(
+        "sgd, adam, adamw or muon (AdamW for what is no matrix).", "sgd", role="recipe"
+    )
+    lr: float = _setting("Learning rate at its peak.", 0.1, role="recipe")
+    momentum: float = _setting("Of sgd and muon.", 0.9, role="recipe")
+    weight_decay: float = _setting("Of every optimizer.", 0.0, role="recipe")
+    decay: Decay = _setting(
+        "How the learning rate falls: constant, cosine, linear, step, one-cycle.",
+        "cosine",
+        role="recipe",
+    )
+    warmup: int = _setting("Updates in which the learning rate rises.", 0, role="recipe", least=0)
+    milestones: tuple[float, ...] = _setting(
+        "With step: shares of the run after which it falls to a tenth, as in 0.5,0.75.",
+        (0.5, 0.75),
+        role="recipe",
+    )
+    clip: float | None = _setting("Bound on the gradient norm.", None, role="recipe")
+    nonfinite: str | None = _setting(
         "About gradients that are not finite: warn, stop, skip or roll-back.", None
     )
-    max_lag: int | None = _help("Bound on the lag, in updates; refused and measured.", None)
-    epochs: int = _help("Passes over the training data.", 5)
-    max_steps: int | None = _help(
-        "Stop after so many updates; the learning rate falls as for all --epochs.", None
+    max_lag: int | None = _setting("Bound on the lag, in updates; refused and measured.", None)
+    epochs: int = _setting("Passes over the training data.", 5, role="recipe", least=1)
+    max_steps: int | None = _setting(
+        "Stop after so many updates; the learning rate falls as for all --epochs.",
+        None,
+        role="recipe",
+        least=1,
     )
-    batch_size: int = _help("Rows per update, over all replicas.", 64)
-    drop_last: bool = _help("Leave out a short last batch.", False)
-    augment: bool = _help("Random crops and flips where the data has them.", True)
-    seed: int = _help("Of weights, order, augmentation and dropout.", 0)
-    device: str = _help("As in cpu or cuda.", "cpu")
-    engine: str | None = _help(
-        "serial, processes or streams (side by side on one GPU); by default as started.", None
+    batch_size: int = _setting("Rows per update, over all replicas.", 64, role="recipe", least=1)
+    drop_last: bool = _setting("Leave out a short last batch.", False, role="recipe")
+    augment: bool = _setting("Random crops and flips where the data has them.", True, role="recipe")
+    seed: int = _setting("Of weights, order, augmentation and dropout.", 0, study="--seeds")
+    device: str = _setting("As in cpu or cuda.", "cpu", role="machine")
+    engine: str | None = _setting(
+        "serial, processes or streams (side by side on one GPU); by default as started.",
+        None,
+        role="machine",
     )
-    balance: str = _help("How --stages cuts: by counted arithmetic or by measured time.", "counted")
-    compile: bool = _help("Every stage through torch.compile.", False)
-    autocast: bool = _help("Forward passes in bfloat16 where PyTorch allows.", False)
-    evaluate_every: int = _help("Epochs between evaluations.", 1)
-    save_every: int | None = _help("Steps between checkpoints, for --resume.", None)
-    keep: int = _help("How many checkpoints stay on disk.", 3)
+    balance: str = _setting(
+        "How --stages cuts: by counted arithmetic or by measured time.", "counted"
+    )
+    compile: bool = _setting("Every stage through torch.compile.", False)
+    autocast: bool = _setting(
+        "Forward passes in bfloat16 where PyTorch allows.", False, role="recipe"
+    )
+    evaluate_every: int = _setting("Epochs between evaluations.", 1, least=1)
+    save_every: int | None = _setting(
+        "Steps between checkpoints, for --resume.", None, role="upkeep", least=1
+    )
+    keep: int = _setting("How many checkpoints stay on disk.", 3, role="upkeep", least=1)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":
@@ -197,8 +159,8 @@ class Experiment:
         for name, value in _by_field(values, where).items():
             if name not in known:
                 raise unknown(f"setting{where}", name, sorted(known))
-            if name == "method" and isinstance(value, str) and len(joined(value)) > 1:
-                method, *rest = joined(value)
+            if name == "method" and isinstance(value, str) and len(split_choices(value)) > 1:
+                method, *rest = split_choices(value)
                 raise ConfigurationError(
                     f"method {value!r}: corrections have a setting of their own. Give method"
                     f" {method} and correction {'+'.join(rest)}."
@@ -219,25 +181,22 @@ class Experiment:
             raise ConfigurationError(f"{path} is not TOML: {error}.") from None
 
     def _check(self) -> None:
-        for name in ("epochs", "batch_size", "replicas", "evaluate_every", "keep", "save_every"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: give at least 1.")
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata["least"]
+            if None not in (value, least) and value < least:
+                raise ConfigurationError(f"{each.name}={value}: give at least {least}.")
+            if each.type is float and not abs(value) <= _LARGEST:
+                raise ConfigurationError(
+                    f"{each.name}={value}: give a number that float32 can hold, below {_LARGEST:g}."
+                )
+            if get_origin(each.type) is Literal and value not in get_args(each.type):
+                raise unknown(each.name, value, get_args(each.type))
         if not -(2**63) <= self.seed < 2**64:  # what torch.manual_seed takes
             raise ConfigurationError(
                 f"seed={self.seed}: give a whole number of 64 bits, {-(2**63)} to {2**64 - 1}."
             )
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigurationError(f"max_steps={self.max_steps}: give at least 1.")
-        if self.warmup < 0:
-            raise ConfigurationError(f"warmup={self.warmup}: give a number of updates, 0 or more.")
         if not self.lr > 0:
             raise ConfigurationError(f"lr={self.lr}: give a number above 0.")
-        for name in ("lr", "momentum", "weight_decay"):
-            if not abs(getattr(self, name)) <= _LARGEST:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)}: give a number that float32 can hold, below"
-                    f" {_LARGEST:g}."
-                )
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum={self.momentum}: give a number from 0 to below 1.")
         for share in self.milestones:
@@ -246,10 +205,6 @@ class Experiment:
                     f"milestones={','.join(map(str, self.milestones))}: give shares of the run,"
                     " above 0 and below 1."
                 )
-        if self.optimizer not in get_args(Optimizer):
-            raise unknown("optimizer", self.optimizer, get_args(Optimizer))
-        if self.decay not in get_args(Decay):
-            raise unknown("decay", self.decay, get_args(Decay))
         if self.hybrid is not None and not 0 < self.hybrid < self.epochs:
             raise ConfigurationError(
                 f"hybrid={self.hybrid} of epochs={self.epochs}: the method runs for the first of"
@@ -258,11 +213,12 @@ class Experiment:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as stored with a run; :meth:`read` takes them back."""
-        found = asdict(self)
-        for name, value in found.items():
-            if isinstance(getattr(self, name), Choice):
-                found[name] = {"name": value["name"], "settings": value["settings"]}
-        return found
+        return asdict(self)
+
+
+def names_of(*roles: Role) -> tuple[str, ...]:
+    """The settings that are part of these."""
+    return tuple(f.name for f in fields(Experiment) if f.metadata["role"] in roles)
 
 
 def _number(value: Any) -> float:
@@ -280,8 +236,6 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         (kind,) = (option for option in get_args(kind) if option is not type(None))
     try:
         if kind is Choice:
-            if isinstance(value, Mapping) and set(value) == {"name", "settings"}:
-                value = {"name": value["name"], **value["settings"]}
             return Choice.read(value, name)
         if get_origin(kind) is tuple:
             inner = _number if get_args(kind)[0] is float else get_args(kind)[0]
@@ -289,7 +243,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
                 listed = [value] if isinstance(value, str | Mapping | Choice) else list(value)
                 choices: list[Any] = []
                 for given in listed:
-                    choices += joined(given) if isinstance(given, str) else [given]
+                    choices += split_choices(given) if isinstance(given, str) else [given]
                 return tuple(_typed(Choice, choice, name) for choice in choices)
             if isinstance(value, Mapping):
                 raise ValueError

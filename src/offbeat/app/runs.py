@@ -67,9 +67,6 @@ class Run:
         path = self.folder / READINGS
         return Readings.load(path) if path.exists() else None
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [line for line in self.metrics if line["kind"] == kind]
-
 
 class RunWriter:
     """Writes a run as it happens; every line is on disk before the next is made."""

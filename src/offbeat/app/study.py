@@ -6,9 +6,10 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
-from offbeat.app.experiment import Choice, Experiment, joined, plain, spelled
+from offbeat.app.experiment import Experiment, names_of, plain
 from offbeat.app.runs import CONFIG, Run
 from offbeat.errors import ConfigurationError
+from offbeat.registry import Choice, spell, split_choices
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def plan(
     """
     found = {}
     for seed, count, text in product(range(seeds), stages, ["synchronous", *methods]):
-        method, *own = (Choice.read(part, "--methods") for part in joined(text))
+        method, *own = (Choice.read(part, "--methods") for part in split_choices(text))
         corrections = (*base.correction, *own)
         # Without lag the number of stages changes nothing, not even a bit, nor do corrections.
         if method.name == "synchronous":
@@ -72,7 +73,7 @@ def run_study(
     from offbeat.app.training import check_experiment, run_experiment
 
     runs = []
-    of_one_seed = {(spelled((e.method, *e.correction)), e.stages): e for e in planned.values()}
+    of_one_seed = {(spell((e.method, *e.correction)), e.stages): e for e in planned.values()}
     for experiment in of_one_seed.values():
         check_experiment(experiment)  # before hours are spent on the others
     for number, (name, experiment) in enumerate(planned.items(), 1):
@@ -103,19 +104,11 @@ def _check_same(found: Run, wanted: Experiment) -> None:
     usual = Experiment().as_dict()
     for key, value in wanted.as_dict().items():
         stored = found.config.get(key, usual[key])  # a run may be older than a setting
-        if key in _OF_NO_CONSEQUENCE:
-            continue
-        if plain(stored) != plain(value):
+        if key not in names_of("machine", "upkeep") and plain(stored) != plain(value):
             raise ConfigurationError(
-                f"{found.folder} was run with {key}={spelled(stored)}, and this study asks for"
-                f" {spelled(value)}: give another folder (--out)."
+                f"{found.folder} was run with {key}={spell(stored)}, and this study asks for"
+                f" {spell(value)}: give another folder (--out)."
             )
-
-
-_OF_NO_CONSEQUENCE = (
-    "data_folder", "device", "engine", "stages", "save_every", "keep", "monitor",
-)  # fmt: skip
-"""Settings in which a stored run may differ from what is asked for now."""
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
@@ -148,7 +141,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 def _method_name(run: Run) -> str:
     """With its corrections, as ``--methods`` has it."""
     chosen = [run.config["method"], *run.config.get("correction", ())]
-    return "+".join(map(spelled, chosen))
+    return "+".join(map(spell, chosen))
 
 
 def _score(run: Run) -> float:

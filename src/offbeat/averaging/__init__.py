@@ -13,7 +13,7 @@ from offbeat.averaging.local_sgd import LocalSGD
 from offbeat.averaging.overlap_local_sgd import OverlapLocalSGD
 from offbeat.averaging.post_local_sgd import PostLocalSGD
 from offbeat.averaging.streaming_diloco import StreamingDiLoCo
-from offbeat.registry import made
+from offbeat.registry import choose
 
 AVERAGINGS: tuple[type[Averaging], ...] = (
     AllReduce,
@@ -31,7 +31,7 @@ AVERAGINGS: tuple[type[Averaging], ...] = (
 
 def averaging_named(name: str, **settings: Any) -> Averaging:
     """The averaging of this name, case ignored: ``averaging_named("dasgd", every=4, delay=1)``."""
-    return made("averaging", AVERAGINGS, name, settings)
+    return choose("averaging", AVERAGINGS, name, settings)
 
 
 __all__ = [

@@ -15,7 +15,7 @@ from offbeat.corrections.rewind import Rewind
 from offbeat.corrections.shrink import Shrink
 from offbeat.corrections.spike_compensation import SpikeCompensation
 from offbeat.monitors.monitor import Monitor
-from offbeat.registry import made
+from offbeat.registry import choose
 
 CORRECTIONS: tuple[type[Correction], ...] = (
     Predict,
@@ -38,7 +38,7 @@ def correction_named(name: str, **settings: Any) -> Correction:
     >>> correction_named("predict", horizon="lag")
     Predict(direction='optimizer', horizon='lag')
     """
-    return made("correction", CORRECTIONS, name, settings)
+    return choose("correction", CORRECTIONS, name, settings)
 
 
 __all__ = [

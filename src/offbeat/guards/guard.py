@@ -18,11 +18,10 @@ the norms of their gradients, as clipping does.
 
 import logging
 import math
-from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from offbeat.errors import ConfigurationError, GuardError, unknown
 from offbeat.guards.copies import Copy, is_finite, values_of
 from offbeat.methods.base import require_count
+from offbeat.records.updates import Outcome, Update, Updates
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.flight import Flight
 from offbeat.stages.norms import Norms
@@ -38,8 +38,6 @@ from offbeat.stages.stage import Stage
 log = logging.getLogger("offbeat")
 
 Policy = Literal["warn", "stop", "skip", "roll-back"]
-Outcome = Literal["applied", "skipped", "rolled back"]
-_OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,74 +87,6 @@ class Guards:
                         f" {lag} at stage {stage}. Take fewer stages, more micro-batches per update"
                         f" (accumulate=...) or another method, or allow max_lag={lag}."
                     )
-
-
-class Update(NamedTuple):
-    """One update as a guard saw it."""
-
-    stage: int
-    update: int
-    lag: int
-    """The most updates that any gradient in it is behind."""
-    norm: float
-    """Of all gradients of the stage together, before clipping."""
-    outcome: Outcome
-    replica: int = 0
-
-
-class Updates:
-    """All updates of a run, as columns of plain numbers."""
-
-    def __init__(self) -> None:
-        # stage, update, lag, norm, outcome, replica
-        self._columns: list[array[Any]] = [array(kind) for kind in "iqqdbi"]
-
-    def record(self, update: Update) -> None:
-        values = update._replace(outcome=_OUTCOMES.index(update.outcome))  # type: ignore[arg-type]
-        for column, value in zip(self._columns, values, strict=True):
-            column.append(value)
-
-    def __repr__(self) -> str:
-        return f"Updates({len(self)})"
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
-
-    def __iter__(self) -> Iterator[Update]:
-        for stage, update, lag, norm, outcome, replica in zip(*self._columns, strict=True):
-            yield Update(stage, update, lag, norm, _OUTCOMES[outcome], replica)
-
-    def norms(self, stage: int, replica: int = 0) -> dict[int, float]:
-        """The gradient norm of every update of a stage."""
-        return {r.update: r.norm for r in self._of(stage, replica)}
-
-    def lags(self, stage: int, replica: int = 0) -> dict[int, int]:
-        """The lag of every update of a stage."""
-        return {r.update: r.lag for r in self._of(stage, replica)}
-
-    def dropped(self, stage: int, replica: int = 0) -> dict[int, Outcome]:
-        """The updates of a stage that were held back, and how."""
-        return {r.update: r.outcome for r in self._of(stage, replica) if r.outcome != "applied"}
-
-    def _of(self, stage: int, replica: int) -> Iterator[Update]:
-        return (r for r in self if (r.stage, r.replica) == (stage, replica))
-
-    def to_bytes(self) -> bytes:
-        return b"".join(column.tobytes() for column in self._columns)
-
-    def go_on_from(self, data: bytes) -> None:
-        """Takes what :meth:`to_bytes` gave in place of everything so far."""
-        for column in self._columns:
-            del column[:]
-        self.add_bytes(data)
-
-    def add_bytes(self, data: bytes) -> None:
-        """Appends what another process's :meth:`to_bytes` gave."""
-        count = len(data) // sum(column.itemsize for column in self._columns)
-        for column in self._columns:
-            size = count * column.itemsize
-            column.frombytes(data[:size])
-            data = data[size:]
 
 
 class Guard:
@@ -234,7 +164,7 @@ class Guard:
             outcome = "rolled back" if self._rolls_back else "skipped"
         if not math.isfinite(norm):
             self._meet_gradient(number, flights.landed, lag, outcome)
-        self._updates.record(Update(stage.index, number, lag, norm, outcome, replica=stage.replica))
+        self._updates.append(Update(stage.index, number, lag, norm, outcome, replica=stage.replica))
         if outcome == "applied":
             self._dropped_in_a_row = 0
             due = not self._rolls_back or stage.version % self._guards.every == 0

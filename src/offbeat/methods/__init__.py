@@ -17,7 +17,7 @@ from offbeat.methods.pipedream import PipeDream
 from offbeat.methods.pipedream_2bw import PipeDream2BW
 from offbeat.methods.stale_weights import StaleWeights
 from offbeat.methods.synchronous import Synchronous
-from offbeat.registry import made
+from offbeat.registry import choose
 
 METHODS: tuple[type[Method], ...] = (
     Synchronous,
@@ -49,7 +49,7 @@ def method_named(name: str, **settings: Any) -> Method:
             " Trainer(method='auto') or 'offbeat train --method auto', which say what they choose."
             " Give that one here, by its name."
         )
-    return made("method", METHODS, name, settings, also=["auto"])
+    return choose("method", METHODS, name, settings, also=["auto"])
 
 
 __all__ = [

@@ -1,6 +1,6 @@
 """ADL: accumulation divides the staleness."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.errors import unknown
@@ -28,7 +28,9 @@ class ADL(Asynchronous):
     reference = "Zhuang et al. 2020, arXiv 2012.03747"
 
     accumulate: int | None = 4
-    reduction: Literal["mean", "sum"] = "mean"
+    reduction: Literal["mean", "sum"] = field(
+        default="mean", metadata={"help": "what becomes of an update's gradients."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,14 +4,15 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, ClassVar, Literal, Protocol, TextIO
+from typing import Literal, TextIO
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods import DSP, Asynchronous, PipeDream, Synchronous
 from offbeat.methods.base import Method, require_count
 from offbeat.methods.findings import corrections_for, limit, sentence
+from offbeat.registry import Choice, Named
 from offbeat.schedules.timeline import Costs, timeline
 
 OptimizerKind = Literal["momentum", "adam", "muon", "other"]
@@ -40,15 +41,6 @@ class Auto:
             require_count("batch", self.batch)
 
 
-class Named(Protocol):
-    """A method or a correction: a frozen dataclass of settings with a name."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def name(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Plan:
     """A method, corrections as the command line spells them, and the reasons."""
@@ -62,13 +54,13 @@ class Plan:
     def with_own(self, corrections: Sequence[Named]) -> "Plan":
         """The same method with corrections that somebody else has chosen."""
         about_method = self.reasons[:-1] if len(self.reasons) > 1 else self.reasons
-        spelled = tuple(map(_spelled, corrections))
+        names = tuple(str(Choice.of(correction)) for correction in corrections)
         reasons = (*about_method, "corrections as they were given")
-        return replace(self, corrections=spelled, reasons=reasons)
+        return replace(self, corrections=names, reasons=reasons)
 
     def __str__(self) -> str:
         """As ``--method`` and ``--correction`` would say it, and why."""
-        chosen = " + ".join([_spelled(self.method), *self.corrections])
+        chosen = " + ".join([str(Choice.of(self.method)), *self.corrections])
         return "\n".join([f"auto: {chosen}", *(f"  {reason}" for reason in self.reasons)])
 
     def announce(self) -> None:
@@ -89,16 +81,6 @@ def shown_on(stream: TextIO) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-
-
-def settings_of(named: Named) -> dict[str, Any]:
-    """The settings in which a method or a correction differs from its defaults."""
-    return {f.name: value for f in fields(named) if (value := getattr(named, f.name)) != f.default}
-
-
-def _spelled(named: Named) -> str:
-    settings = ",".join(f"{name}={value}" for name, value in settings_of(named).items())
-    return f"{named.name}:{settings}" if settings else named.name
 
 
 def plan_for(

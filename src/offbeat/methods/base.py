@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from offbeat.errors import ConfigurationError, unknown
@@ -86,9 +86,11 @@ class Asynchronous(Method):
 
     asynchronous = True
 
-    backward: Rule = "stash"
-    accumulate: int | None = 1
-    cap: int | None = None
+    backward: Rule = field(default="stash", metadata={"help": "the weights a backward sees."})
+    accumulate: int | None = field(default=1, metadata={"help": "micro-batches per update."})
+    cap: int | None = field(
+        default=None, metadata={"help": "most micro-batches in flight at the first stage."}
+    )
 
     def __post_init__(self) -> None:
         if self.backward not in RULES:

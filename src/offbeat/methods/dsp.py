@@ -37,8 +37,10 @@ class DSP(Asynchronous):
     waits_for = "nothing; hops absorb stragglers"
     reference = "Xu et al. 2020, arXiv 1909.02625"
 
-    lag: Sequence[int] | None = None
-    hop: int | Sequence[int] | None = None
+    lag: Sequence[int] | None = field(default=None, metadata={"help": "lag of each stage."})
+    hop: int | Sequence[int] | None = field(
+        default=None, metadata={"help": "ticks per hop, one for all or K-1."}
+    )
     backward: Rule = field(default="recompute", kw_only=True)
 
     def __post_init__(self) -> None:

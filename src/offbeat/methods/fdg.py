@@ -1,6 +1,6 @@
 """FDG: fully decoupled, with gradients that shrink on their way down."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Asynchronous, unlocked
@@ -27,7 +27,7 @@ class FDG(Asynchronous):
     waits_for = "nothing"
     reference = "Zhuang et al. 2019, arXiv 1906.09108"
 
-    beta: float = 1.0
+    beta: float = field(default=1.0, metadata={"help": "factor on a gradient per hop."})
 
     def __post_init__(self) -> None:
         super().__post_init__()

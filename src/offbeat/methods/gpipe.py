@@ -1,6 +1,6 @@
 """GPipe: micro-batches all forward, then all backward, then one update."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offbeat.methods.base import MOST, Method, require_count
 from offbeat.schedules.schedule import Schedule, Slot
@@ -27,7 +27,7 @@ class GPipe(Method):
     waits_for = "the flush of every step"
     reference = "Huang et al. 2019, arXiv 1811.06965"
 
-    micro_batches: int = 4
+    micro_batches: int = field(default=4, metadata={"help": "micro-batches per update."})
 
     def __post_init__(self) -> None:
         require_count("micro_batches", self.micro_batches, MOST)

@@ -1,16 +1,10 @@
 """What happened: one entry per action, written once, read by plots, reports and checks."""
 
-from __future__ import annotations
-
-import json
 import math
-import os
-from array import array
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, SupportsFloat, cast
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
-from offbeat.errors import ConfigurationError, ScheduleError
+from offbeat.records.columns import Columns
 from offbeat.schedules.table import Kind
 
 _NO_LOSS = float("nan")
@@ -53,35 +47,13 @@ _MOST = {"stage": 1 << 16, "replica": 1 << 16, "batch": 1 << 62, "version": 1 <<
 """What a column holds, and a picture can show."""
 
 
-def _checked(words: dict[str, Any]) -> dict[str, Any]:
-    """An entry as it is stored, or a ValueError that says what is wrong with it."""
-    if not isinstance(words, dict):
-        raise ValueError(f"{words!r} has no names")
-    if words.get("kind") not in NAMES:
-        raise ValueError(f"kind is {words.get('kind')!r}")
-    for name, most in _MOST.items():
-        number = words.get(name, 0)
-        if type(number) is not int or not 0 <= number < most:
-            raise ValueError(f"{name} is {number!r}")
-    for name in ("start_s", "end_s"):
-        moment = words.get(name)
-        if type(moment) not in (int, float) or not abs(moment) < 1e15:  # type: ignore[arg-type]
-            raise ValueError(f"{name} is {moment!r}")
-    return words
+class Ledger(Columns[Entry]):
+    """Every action of a run, in the order in which the actions ended."""
 
-
-class Ledger:
-    """Columns of plain numbers, about 50 bytes an entry, so that it can stay on in long runs."""
-
-    def __init__(self) -> None:
-        self._kinds: array[int] = array("b")
-        self._stages: array[int] = array("i")
-        self._batches: array[int] = array("q")
-        self._versions: array[int] = array("q")
-        self._starts: array[float] = array("d")
-        self._ends: array[float] = array("d")
-        self._losses: array[float] = array("d")
-        self._replicas: array[int] = array("i")
+    entry = Entry
+    types = "biqqdddi"
+    word, codes = "kind", {kind: ord(kind) for kind in NAMES}
+    noun, name = "an entry of a ledger", "ledger"
 
     def record(
         self,
@@ -94,76 +66,24 @@ class Ledger:
         loss: SupportsFloat | None = None,
         replica: int = 0,
     ) -> None:
-        self._kinds.append(ord(kind))
-        self._stages.append(stage)
-        self._batches.append(batch)
-        self._versions.append(version)
-        self._starts.append(start_s)
-        self._ends.append(end_s)
-        self._losses.append(_NO_LOSS if loss is None else float(loss))
-        self._replicas.append(replica)
+        number = _NO_LOSS if loss is None else float(loss)
+        # An Entry would take longer to make than to store, and every action comes by here.
+        self._append((ord(kind), stage, batch, version, start_s, end_s, number, replica))
 
-    @property
-    def _columns(self) -> list[array[Any]]:
-        return [
-            self._kinds,
-            self._stages,
-            self._batches,
-            self._versions,
-            self._starts,
-            self._ends,
-            self._losses,
-            self._replicas,
-        ]
-
-    def to_bytes(self) -> bytes:
-        """All entries, column by column, for a process that can trust the sender's numbers."""
-        return b"".join(column.tobytes() for column in self._columns)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Ledger:
-        ledger = cls()
-        count = len(data) // sum(column.itemsize for column in ledger._columns)
-        place = 0
-        for column in ledger._columns:
-            size = count * column.itemsize
-            column.frombytes(data[place : place + size])
-            place += size
-        return ledger
-
-    def go_on_from(self, data: bytes, shift_s: float) -> None:
+    def go_on_from(self, data: bytes, shift_s: float = 0.0) -> None:
         """Becomes the ledger that :meth:`to_bytes` gave, its clock shifted, to be written on."""
-        found = Ledger.from_bytes(data)
-        for column, values in zip(self._columns, found._columns, strict=True):
-            del column[:]
-            column.extend(values)
-        for column in (self._starts, self._ends):
+        super().go_on_from(data)
+        for column in (self.column("start_s"), self.column("end_s")):
             for index, moment in enumerate(column):
                 column[index] = moment + shift_s
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one JSON object per line: what ``offbeat timeline --measured`` reads."""
-        with Path(path).open("w") as file:
-            for entry in self:
-                words = entry._asdict()
-                words["loss"] = None if math.isnan(entry.loss) else entry.loss
-                file.write(json.dumps(words) + "\n")
+    def _to_json(self, entry: Entry) -> dict[str, Any]:
+        return entry._asdict() | {"loss": None if math.isnan(entry.loss) else entry.loss}
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Ledger:
-        """Reads what :meth:`save` wrote."""
-        ledger = cls()
-        try:
-            for line in Path(path).read_text().splitlines():
-                ledger.record(**_checked(json.loads(line)))
-        except OSError as error:
-            raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ConfigurationError(
-                f"{path}, line {len(ledger) + 1}: not an entry of a ledger ({error}). Give a file"
-                " written by trainer.ledger.save(...)."
-            ) from None
-        return ledger
+    def _from_json(self, words: Any) -> Entry:
+        _refuse_odd(words)
+        loss = words.get("loss")
+        return Entry(**words | {"loss": _NO_LOSS if loss is None else float(loss)})
 
     def chrome_trace(self) -> dict[str, Any]:
         """The run as a trace: save it as JSON and open it in Perfetto or chrome://tracing."""
@@ -199,75 +119,55 @@ class Ledger:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     @classmethod
-    def merged(cls, ledgers: Iterable[Ledger], shifts_s: Iterable[float]) -> Ledger:
+    def merged(cls, ledgers: Iterable["Ledger"], shifts_s: Iterable[float]) -> "Ledger":
         """One ledger of several, each clock shifted, in the order in which actions ended."""
         entries = [
             entry._replace(start_s=entry.start_s + shift, end_s=entry.end_s + shift)
             for ledger, shift in zip(ledgers, shifts_s, strict=True)
             for entry in ledger
         ]
-        merged = cls()
+        whole = cls()
         for entry in sorted(entries, key=lambda entry: entry.end_s):
-            merged.record(*entry)
-        return merged
+            whole.append(entry)
+        return whole
 
-    def tail(self, count: int) -> Ledger:
+    def tail(self, count: int) -> "Ledger":
         """The last entries alone."""
         short = Ledger()
         for index in range(max(0, len(self) - count), len(self)):
-            short.record(*self[index])
+            short.append(self[index])
         return short
 
     def __repr__(self) -> str:
-        stages = sorted(set(self._stages))
+        stages = sorted(set(self.column("stage")))
         return f"Ledger({len(self)} actions of stages {', '.join(map(str, stages)) or 'none'})"
-
-    def __len__(self) -> int:
-        return len(self._kinds)
-
-    def __getitem__(self, index: int) -> Entry:
-        return Entry(
-            cast(Event, chr(self._kinds[index])),
-            self._stages[index],
-            self._batches[index],
-            self._versions[index],
-            self._starts[index],
-            self._ends[index],
-            self._losses[index],
-            self._replicas[index],
-        )
-
-    def __iter__(self) -> Iterator[Entry]:
-        return (self[index] for index in range(len(self)))
 
     def lags(self, stage: int, replica: int = 0) -> dict[int, int]:
         """Measured lag of every applied micro-batch of a stage, in updates."""
-        read: dict[int, int] = {}
-        waiting: list[int] = []
-        lags: dict[int, int] = {}
-        for entry in self:
-            if (entry.stage, entry.replica) != (stage, replica):
-                continue
-            if entry.kind == "F":
-                read[entry.batch] = entry.version
-            elif entry.kind == "B":
-                waiting.append(entry.batch)
-            elif entry.kind == "U":
-                for batch in waiting:
-                    if batch not in read:
-                        raise ScheduleError(f"the ledger has {stage}B{batch} without its forward.")
-                    lags[batch] = entry.version - 1 - read[batch]
-                waiting = []
-        return lags
+        lags = lags_of(self.at(stage, replica))
+        return {batch: lag for (_, _, batch), lag in lags.items()}
 
     def losses(self, stage: int, replica: int = 0) -> dict[int, float]:
         """The loss of every micro-batch forwarded at a stage that has one (the last; DGL: all)."""
         return {
             entry.batch: entry.loss
-            for entry in self
-            if (entry.stage, entry.replica, entry.kind) == (stage, replica, "F")
-            and entry.loss == entry.loss
+            for entry in self.at(stage, replica)
+            if entry.kind == "F" and entry.loss == entry.loss
         }
+
+    def busy_shares(self, stages: int, replica: int = 0, since: int = 0) -> list[float]:
+        """Of the time from the first action to the last, what each stage of a replica worked.
+
+        ``since``: leaves out the entries before this one.
+        """
+        first, last = math.inf, -math.inf
+        work = [0.0] * stages
+        for index in range(since, len(self)):
+            entry = self[index]
+            if entry.replica == replica and entry.kind in "FBU":
+                first, last = min(first, entry.start_s), max(last, entry.end_s)
+                work[entry.stage] += entry.end_s - entry.start_s
+        return [w / (last - first) if last > first else 0.0 for w in work]
 
     def waits(self, stage: int, replica: int = 0) -> dict[int, float]:
         """Per average, by its number: the seconds for which a stage stood still to merge it.
@@ -276,11 +176,48 @@ class Ledger:
         """
         arrived: dict[int, float] = {}
         waits: dict[int, float] = {}
-        for entry in self:
-            if (entry.stage, entry.replica) != (stage, replica):
-                continue
+        for entry in self.at(stage, replica):
             if entry.kind == "A":
                 arrived[entry.batch] = entry.end_s
             elif entry.kind == "M" and entry.batch in arrived:
                 waits[entry.batch] = max(0.0, arrived[entry.batch] - entry.start_s)
         return waits
+
+
+def _refuse_odd(words: Any) -> None:
+    """A ValueError says what is wrong with an entry of a file."""
+    if not isinstance(words, dict):
+        raise ValueError(f"{words!r} has no names")
+    if words.get("kind") not in NAMES:
+        raise ValueError(f"kind is {words.get('kind')!r}")
+    for name, most in _MOST.items():
+        number = words.get(name, 0)
+        if type(number) is not int or not 0 <= number < most:
+            raise ValueError(f"{name} is {number!r}")
+    for name in ("start_s", "end_s"):
+        moment = words.get(name)
+        if type(moment) not in (int, float) or not abs(moment) < 1e15:  # type: ignore[arg-type]
+            raise ValueError(f"{name} is {moment!r}")
+
+
+Place = tuple[int, int, int]
+"""Replica, stage, micro-batch."""
+
+
+def lags_of(entries: Iterable[Entry]) -> dict[Place, int]:
+    """Per applied micro-batch its lag in updates, where its forward is among the entries: those of
+    the end of a run begin with backwards."""
+    read: dict[Place, int] = {}
+    waiting: dict[tuple[int, int], list[int]] = {}
+    lags: dict[Place, int] = {}
+    for entry in entries:
+        line = entry.replica, entry.stage
+        if entry.kind == "F":
+            read[*line, entry.batch] = entry.version
+        elif entry.kind == "B":
+            waiting.setdefault(line, []).append(entry.batch)
+        elif entry.kind == "U":
+            for batch in waiting.pop(line, ()):
+                if (*line, batch) in read:
+                    lags[*line, batch] = entry.version - 1 - read[*line, batch]
+    return lags

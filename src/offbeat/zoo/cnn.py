@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from offbeat.zoo.layers import conv3
+
 
 def digits_cnn(classes: int = 10) -> nn.Sequential:
     """Five convolutions for one-channel 8x8 images, a BatchNorm behind each.
@@ -25,6 +27,4 @@ def digits_cnn(classes: int = 10) -> nn.Sequential:
 
 
 def _layer(narrow: int, wide: int) -> tuple[nn.Module, nn.Module, nn.Module]:
-    # No bias: the BatchNorm behind it has one.
-    conv = nn.Conv2d(narrow, wide, 3, padding=1, bias=False)
-    return conv, nn.BatchNorm2d(wide), nn.ReLU()
+    return conv3(narrow, wide), nn.BatchNorm2d(wide), nn.ReLU()

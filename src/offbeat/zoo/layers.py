@@ -10,6 +10,11 @@ class GlobalAverage(nn.Module):
         return x.mean((2, 3))
 
 
+def conv3(narrow: int, wide: int, stride: int = 1) -> nn.Conv2d:
+    """A 3x3 convolution without bias: the BatchNorm behind it has one."""
+    return nn.Conv2d(narrow, wide, 3, stride=stride, padding=1, bias=False)
+
+
 def start_from_he(model: nn.Sequential) -> nn.Sequential:
     """Convolutions from He's normal distribution (fan out), their biases zero; returns the model.
 

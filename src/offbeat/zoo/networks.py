@@ -16,7 +16,7 @@ from offbeat.zoo.data.base import Data
 from offbeat.zoo.gpt import gpt
 from offbeat.zoo.mlp import mlp
 from offbeat.zoo.resnet import resnet
-from offbeat.zoo.settings import check_types, plain_name
+from offbeat.zoo.settings import check_settings, plain_name
 from offbeat.zoo.wide import resnet18, wrn28_10
 
 Build = Callable[..., nn.Sequential]
@@ -48,7 +48,7 @@ def network(name: str, /, **settings: Any) -> nn.Sequential:
     100
     """
     build = _build(name)
-    _check_settings(name, build, settings)
+    _check_network(name, build, settings)
     return build(**settings)
 
 
@@ -69,20 +69,8 @@ def _build(name: str) -> Build:
     raise unknown("network", name, NETWORKS)
 
 
-def _check_settings(name: str, build: Build, settings: dict[str, Any]) -> None:
-    known = signature(build).parameters
-    for setting in settings:
-        if setting not in known:
-            raise unknown(f"setting of network {name}:", setting, known)
-    missing = [
-        p.name for p in known.values() if p.default is Parameter.empty and p.name not in settings
-    ]
-    if missing:
-        raise ConfigurationError(
-            f"network {name} needs {' and '.join(missing)}: give them as settings, for example"
-            f" {missing[0]}=256."
-        )
-    check_types(f"network {name}", build, settings)
+def _check_network(name: str, build: Build, settings: dict[str, Any]) -> None:
+    check_settings(f"network {name}", build, settings)
     for setting in ("classes", "channels"):
         if settings.get(setting, 1) < 1:
             raise ConfigurationError(
@@ -106,7 +94,7 @@ def network_for(data: Data, name: str, /, **settings: Any) -> nn.Sequential:
     build = _build(name)
     known = signature(build).parameters
     fitting = {key: value for key, value in data.settings.items() if key in known} | settings
-    _check_settings(name, build, fitting)
+    _check_network(name, build, fitting)
     whole = data.vocabulary is not None
     row = torch.zeros(2, *data.shape, dtype=torch.int64 if whole else None, device="meta")
     try:

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError
-from offbeat.zoo.layers import GlobalAverage, start_from_he
+from offbeat.zoo.layers import GlobalAverage, conv3, start_from_he
 
 __all__ = ["BasicBlock", "GlobalAverage", "resnet"]
 
@@ -30,7 +30,7 @@ def resnet(depth: int, classes: int = 10, channels: int = 3) -> nn.Sequential:
             f" a last linear layer make a depth of 6n+2. {_nearest(depth)}"
         )
     blocks = (depth - 2) // 6
-    layers: list[nn.Module] = [_conv(channels, 16), nn.BatchNorm2d(16), nn.ReLU()]
+    layers: list[nn.Module] = [conv3(channels, 16), nn.BatchNorm2d(16), nn.ReLU()]
     width = 16
     for wanted in (16, 32, 64):
         for _ in range(blocks):
@@ -50,9 +50,9 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.stride = 1 if narrow == wide else 2
         self.new_channels = wide - narrow
-        self.conv1 = _conv(narrow, wide, self.stride)
+        self.conv1 = conv3(narrow, wide, self.stride)
         self.bn1 = nn.BatchNorm2d(wide)
-        self.conv2 = _conv(wide, wide)
+        self.conv2 = conv3(wide, wide)
         self.bn2 = nn.BatchNorm2d(wide)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,11 +65,6 @@ class BasicBlock(nn.Module):
             return x
         x = x[:, :, :: self.stride, :: self.stride]
         return F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
-
-
-def _conv(narrow: int, wide: int, stride: int = 1) -> nn.Conv2d:
-    # No bias: the BatchNorm behind it has one.
-    return nn.Conv2d(narrow, wide, 3, stride=stride, padding=1, bias=False)
 
 
 def _nearest(depth: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, unknown
 
 _WORDS = {
     int: "a whole number",
@@ -26,13 +26,27 @@ def plain_name(name: object) -> str:
     return re.sub(r"[-_ ]", "", str(name).lower())
 
 
-def check_types(what: str, build: Callable[..., Any], settings: Mapping[str, object]) -> None:
-    """Refuses values of another type than annotated: text from a command line may be anything.
+def check_settings(
+    what: str, build: Callable[..., Any], settings: Mapping[str, object], but: str = ""
+) -> None:
+    """Refuses names that a function does not take, and values of another type than annotated: text
+    from a command line may be anything.
 
     Annotations that are not of the kinds below, as choices among words, are left to ``build``.
+    ``but``: an argument that is no setting.
     """
+    known = {name: p for name, p in signature(build).parameters.items() if name != but}
+    for name in settings:
+        if name not in known:
+            raise unknown(f"setting of {what}:", name, known)
+    needed = [n for n, p in known.items() if p.default is p.empty and n not in settings]
+    if needed:
+        raise ConfigurationError(
+            f"{what} needs {' and '.join(needed)}: give them as settings, for example"
+            f" {needed[0]}=256."
+        )
     for name, value in settings.items():
-        kind = signature(build).parameters[name].annotation
+        kind = known[name].annotation
         if not _fits(kind, value):
             raise ConfigurationError(f"{what}: {name}={value!r}: give {_wanted(kind, value)}.")
 
@@ -64,3 +78,8 @@ def _options(kind: Any) -> tuple[Any, ...]:
     """Of a union of known types; none for anything else."""
     parts = get_args(kind)
     return parts if parts and all(part in _WORDS for part in parts) else ()
+
+
+def require_part(what: str, share: float) -> None:
+    if not 0 < share < 1:
+        raise ConfigurationError(f"{what}={share!r}: give a share between 0 and 1, as in 0.2.")

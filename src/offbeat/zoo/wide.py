@@ -6,7 +6,7 @@ A placement vector counts every convolution, those of the shortcuts included.
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from offbeat.zoo.layers import GlobalAverage, start_from_he
+from offbeat.zoo.layers import GlobalAverage, conv3, start_from_he
 
 
 def resnet18(classes: int = 10, channels: int = 3) -> nn.Sequential:
@@ -17,7 +17,7 @@ def resnet18(classes: int = 10, channels: int = 3) -> nn.Sequential:
     >>> sum(p.numel() for p in resnet18().parameters())
     11173962
     """
-    layers: list[nn.Module] = [_conv(channels, 64), nn.BatchNorm2d(64), nn.ReLU()]
+    layers: list[nn.Module] = [conv3(channels, 64), nn.BatchNorm2d(64), nn.ReLU()]
     narrow = 64
     for wide, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
         layers += [ProjectedBlock(narrow, wide, stride), ProjectedBlock(wide, wide, 1)]
@@ -38,7 +38,7 @@ def wrn28_10(classes: int = 10, channels: int = 3, dropout: float = 0.0) -> nn.S
     ...     sum(p.numel() for p in wrn28_10().parameters())
     36479194
     """
-    layers: list[nn.Module] = [_conv(channels, 16)]
+    layers: list[nn.Module] = [conv3(channels, 16)]
     narrow = 16
     for wide, stride in ((160, 1), (320, 2), (640, 2)):
         layers.append(WideBlock(narrow, wide, stride, dropout))
@@ -53,9 +53,9 @@ class ProjectedBlock(nn.Module):
 
     def __init__(self, narrow: int, wide: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = _conv(narrow, wide, stride)
+        self.conv1 = conv3(narrow, wide, stride)
         self.bn1 = nn.BatchNorm2d(wide)
-        self.conv2 = _conv(wide, wide)
+        self.conv2 = conv3(wide, wide)
         self.bn2 = nn.BatchNorm2d(wide)
         self.shortcut = nn.Sequential()
         if stride != 1 or narrow != wide:
@@ -74,10 +74,10 @@ class WideBlock(nn.Module):
     def __init__(self, narrow: int, wide: int, stride: int, dropout: float) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(narrow)
-        self.conv1 = _conv(narrow, wide, stride)
+        self.conv1 = conv3(narrow, wide, stride)
         self.bn2 = nn.BatchNorm2d(wide)
         self.dropout = nn.Dropout(dropout)
-        self.conv2 = _conv(wide, wide)
+        self.conv2 = conv3(wide, wide)
         changes = stride != 1 or narrow != wide
         self.shortcut = nn.Conv2d(narrow, wide, 1, stride, bias=False) if changes else None
 
@@ -86,7 +86,3 @@ class WideBlock(nn.Module):
         residual: Tensor = self.conv2(self.dropout(F.relu(self.bn2(self.conv1(ready)))))
         beside: Tensor = x if self.shortcut is None else self.shortcut(ready)
         return beside + residual
-
-
-def _conv(narrow: int, wide: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(narrow, wide, 3, stride=stride, padding=1, bias=False)

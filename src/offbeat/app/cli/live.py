@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.app.training import Progress
+from offbeat.app.progress import Progress
 from offbeat.trainer import Trainer
 
 _PAUSE_S = 0.5
@@ -61,7 +61,6 @@ class Screen:
         self._live = Live(console=console, auto_refresh=False)
         self._drawn = 0.0
         self._read = 0
-        self._busy: list[float] = []
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
         self._live.start()
@@ -108,19 +107,12 @@ class Screen:
 
     def _busy_shares(self, trainer: Trainer) -> list[str]:
         """Of the last few seconds, by the entries that are new since the last look."""
-        ledger = trainer.own_ledger
-        work = dict.fromkeys(range(trainer.stages), 0.0)
-        first = last = None
-        for index in range(self._read, len(ledger)):
-            entry = ledger[index]
-            if entry.kind in "FBU" and entry.replica == ledger[self._read].replica:
-                work[entry.stage] += entry.end_s - entry.start_s
-                first = entry.start_s if first is None else min(first, entry.start_s)
-                last = entry.end_s if last is None else max(last, entry.end_s)
-        if first is None or last is None or last <= first:
+        ledger, since = trainer.own_ledger, self._read
+        if since == len(ledger):
             return ["-"] * trainer.stages
         self._read = len(ledger)
-        return [f"{work[k] / (last - first):.0%}" if work[k] else "-" for k in work]
+        shares = ledger.busy_shares(trainer.stages, ledger[since].replica, since)
+        return [f"{share:.0%}" if share else "-" for share in shares]
 
 
 def _what(trainer: Trainer) -> str:

@@ -3,18 +3,22 @@
 Numbers arrive as text and are read here: typer's message for a bad number leaves out the number.
 """
 
-from collections.abc import Callable
-from dataclasses import fields
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import Field, fields
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods import Method, method_named
+from offbeat.methods import METHODS, Method, method_named
+from offbeat.registry import Choice, read_value
 from offbeat.schedules.timeline import Costs
 
 _T = TypeVar("_T")
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 # Beyond these a table outgrows the memory before it outgrows the reader.
 MOST_STAGES = 256
@@ -22,53 +26,122 @@ _MOST = 10_000
 _LARGEST = 1e12
 
 
-# Options. The costs of `timeline` own the names --backward and --hop, so the settings of these
-# names are --backward-rule and --hops, on both commands.
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text)
 
 
-def _option(metavar: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=text)
-
-
-NameArgument = Annotated[
-    str, typer.Argument(metavar="METHOD", help="A name from 'offbeat methods', case ignored.")
-]
-OptionalNameArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="METHOD", help="A name from 'offbeat methods', case ignored."),
-]
-MeasuredOption = Annotated[
+_METHOD = typer.Argument(
+    metavar="METHOD", help="A name from 'offbeat methods', case ignored, as in adl:accumulate=4."
+)
+MethodText = Annotated[str, _METHOD]
+OptionalMethodText = Annotated[str | None, _METHOD]
+Measured = Annotated[
     str | None, _option("FILE", "A ledger saved by a run, drawn instead of a model of a method.")
 ]
-StagesOption = Annotated[str, _option("K", "Number of stages.")]
-BatchesOption = Annotated[str, _option("N", "Number of batches; each is one step.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Stages = Annotated[str, _option("K", "Number of stages.")]
+Batches = Annotated[str, _option("N", "Number of batches; each is one step.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
-ForwardOption = Annotated[str, _option("T", "Cost of a batch's forward at one stage.")]
-RecomputeOption = Annotated[str, _option("T", "Cost of computing a forward again.")]
-BackwardOption = Annotated[str, _option("T", "Cost of a batch's backward at one stage.")]
-HopOption = Annotated[str, _option("T", "Cost of one message between neighbours.")]
-ShareOption = Annotated[
-    str | None, _option("2,1,1,1", "Weight of each stage; the total cost stays.")
-]
-WidthOption = Annotated[
-    str | None, _option("COLUMNS", "Width of the picture, if not the terminal's.")
-]
+Forward = Annotated[str, _option("T", "Cost of a batch's forward at one stage.")]
+Recompute = Annotated[str, _option("T", "Cost of computing a forward again.")]
+Backward = Annotated[str, _option("T", "Cost of a batch's backward at one stage.")]
+Hop = Annotated[str, _option("T", "Cost of one message between neighbours.")]
+Share = Annotated[str | None, _option("2,1,1,1", "Weight of each stage; the total cost stays.")]
+Width = Annotated[str | None, _option("COLUMNS", "Width of the picture, if not the terminal's.")]
 
-AccumulateOption = Annotated[str | None, _option("M", "Setting: micro-batches per update.")]
-MicroBatchesOption = Annotated[str | None, _option("M", "Setting: the same for gpipe and 1f1b.")]
-CapOption = Annotated[
-    str | None, _option("N", "Setting: most micro-batches in flight at the first stage.")
-]
-RuleOption = Annotated[
-    str | None,
-    _option("RULE", "Setting: a backward's weights: stash, current, recompute.", "--backward-rule"),
-]
-BetaOption = Annotated[str | None, _option("X", "Setting of fdg: factor on a gradient per hop.")]
-LagOption = Annotated[str | None, _option("4,2,0", "Setting of dsp: lag of each stage.")]
-HopsOption = Annotated[
-    str | None, _option("1,1", "Setting of dsp: ticks per hop, one for all or K-1.")
-]
+
+def with_flags(flags: Sequence[inspect.Parameter]) -> Callable[[_Command], _Command]:
+    """Gives a command more options; they arrive in its ``**flags``, None where not given."""
+
+    def add(command: _Command) -> _Command:
+        own = inspect.signature(command).parameters.values()
+        every = [*(p for p in own if p.kind is not p.VAR_KEYWORD), *flags]
+        command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in every} | {"return": None}
+        return command
+
+    return add
+
+
+def flag(name: str, annotation: Any) -> inspect.Parameter:
+    """An option of :func:`with_flags`."""
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+# Settings of methods. Each is also an option of its own, under the name of the method's field.
+
+_RENAMED = {"backward": "backward_rule", "hop": "hops"}
+"""``timeline`` has costs of these names: the settings have others as options."""
+
+
+def _option_of(setting: str) -> str:
+    return _RENAMED.get(setting, setting)
+
+
+def _typed_settings(kind: type[Method]) -> list["Field[Any]"]:
+    """The fields of a method that can be typed: all but functions."""
+    return [f for f in fields(kind) if not _has(Callable, f.type)]
+
+
+def _has(wanted: Any, kind: Any) -> bool:
+    return any(get_origin(option) is wanted for option in _options_of(kind))
+
+
+def _options_of(kind: Any) -> list[Any]:
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return [option for option in options if option is not NoneType]
+
+
+def _setting_flags() -> Iterator[inspect.Parameter]:
+    """An option for every setting that some method has."""
+    takers: dict[str, list[tuple[str, Field[Any]]]] = {}
+    for kind in METHODS:
+        for each in _typed_settings(kind):
+            takers.setdefault(each.name, []).append((kind.name, each))
+    for name, of in takers.items():
+        text = next((f.metadata["help"] for _, f in of if "help" in f.metadata), "")
+        methods = f" of {', '.join(method for method, _ in of)}" if len(of) < 4 else ""
+        help_ = f"Setting{methods}: {text}" if text else f"Setting{methods}."
+        yield flag(_option_of(name), Annotated[str | None, _option(_metavar(of[0][1].type), help_)])
+
+
+def _metavar(kind: Any) -> str:
+    first, *_ = _options_of(kind)
+    if get_origin(first) is Literal:
+        return "|".join(get_args(first))
+    if _has(Sequence, kind):
+        return "N,N,..."
+    return {int: "N", float: "X"}.get(first, "VALUE")
+
+
+SETTING_FLAGS = list(_setting_flags())
+
+
+def read_method(text: str, flags: dict[str, str | None]) -> Method:
+    """The method with its settings, as ``adl:accumulate=4`` or ``adl --accumulate 4``.
+
+    An option it lacks is refused here, because the library's message would list ``hop`` and
+    ``backward``, and as options of ``timeline`` these are costs.
+    """
+    choice = Choice.read(text, "METHOD")
+    kind = type(method_named(choice.name))
+    takes = {_option_of(f.name): f.name for f in _typed_settings(kind)}
+    for option, given in flags.items():
+        if given is None:
+            continue
+        shown = [f"--{name.replace('_', '-')}" for name in (option, *takes)]
+        if option not in takes:
+            has = f"it takes {', '.join(shown[1:])}" if takes else "it takes no settings"
+            raise ConfigurationError(f"{kind.name} has no setting {shown[0]}: {has}.")
+        if takes[option] in choice.settings:
+            raise ConfigurationError(
+                f"METHOD {text!r} and {shown[0]} {given} are the same setting: give one of them."
+            )
+        value = read_value(given)
+        choice.settings[takes[option]] = value.lower() if isinstance(value, str) else value
+    return method_named(choice.name, **choice.settings)
 
 
 # Reading what the user typed. A parser raises ValueError for what breaks its rule.
@@ -88,14 +161,6 @@ def _whole(text: str, least: int = 0, most: int = _MOST) -> int:
     return value
 
 
-def _wholes(text: str) -> tuple[int, ...]:
-    return tuple(map(_whole, text.split(",")))
-
-
-def _whole_or_wholes(text: str) -> int | tuple[int, ...]:
-    return _wholes(text) if "," in text else _whole(text)
-
-
 def _number(text: str) -> float:
     value = float(text)
     if not abs(value) <= _LARGEST:
@@ -110,46 +175,6 @@ def _numbers(text: str) -> tuple[float, ...]:
 def read_count(option: str, text: str, least: int = 1, most: int = _MOST) -> int:
     parse = partial(_whole, least=least, most=most)
     return _read(option, text, parse, f"a whole number from {least} to {most}")
-
-
-_AT_LEAST_1 = (partial(_whole, least=1), f"a whole number from 1 to {_MOST}")
-_SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "accumulate": ("--accumulate", *_AT_LEAST_1),
-    "micro_batches": ("--micro-batches", *_AT_LEAST_1),
-    "backward": ("--backward-rule", str.lower, "a rule"),
-    "beta": ("--beta", _number, "a number, as in --beta 0.5"),
-    "lag": ("--lag", _wholes, f"a whole number from 0 to {_MOST} per stage, as in --lag 4,2,0"),
-    "hop": (
-        "--hops",
-        _whole_or_wholes,
-        f"a whole number from 0 to {_MOST}, or one per hop, as in --hops 1,1",
-    ),
-    "cap": ("--cap", _whole, f"a whole number from 0 to {_MOST}"),
-}
-
-
-def read_method(name: str, *texts: str | None) -> Method:
-    """The method with the settings the user gave, ``texts`` in the order of ``_SETTINGS``.
-
-    A setting it lacks is refused here, because the library's message would list ``hop`` and
-    ``backward``, and as options of ``timeline`` these are costs.
-    """
-    if ":" in name:
-        raise ConfigurationError(
-            f"METHOD {name!r}: settings are options here, as in 'adl --accumulate 4'."
-        )
-    kind = type(method_named(name))
-    takes = {field.name for field in fields(kind)}
-    settings = {}
-    for (setting, (option, parse, rule)), text in zip(_SETTINGS.items(), texts, strict=True):
-        if text is None:
-            continue
-        if setting not in takes:
-            known = [_SETTINGS[each][0] for each in _SETTINGS if each in takes]
-            has = f"it takes {', '.join(known)}" if known else "it takes no settings"
-            raise ConfigurationError(f"{kind.name} has no setting {option}: {has}.")
-        settings[setting] = _read(option, text, parse, rule)
-    return method_named(name, **settings)
 
 
 def read_costs(share: str | None, **texts: str) -> Costs:

@@ -1,26 +1,25 @@
 """``offbeat study``: what it varies, read from flags or a file, and the table it ends with."""
 
+import os
 import re
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from offbeat.app.cli.options import MOST_STAGES, read_count
-from offbeat.app.cli.train import given_settings
+import typer
+
+from offbeat.app.cli.options import MOST_STAGES, read_count, with_flags
+from offbeat.app.cli.printing import print_columns
+from offbeat.app.cli.train import EXPERIMENT_FLAGS, ConfigOption, OutOption, given_settings
 from offbeat.app.experiment import Experiment
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
     from offbeat.app.study import Cell
 
 DEFAULT_METHODS = "stale-weights dsp adl:accumulate=4 pipedream"
-_VARIED = {
-    "method": "--methods",
-    "seed": "--seeds",
-    "stages": "--stage-counts",
-    "cuts": "--stage-counts",
-    "ppv": "--stage-counts",
-}
-"""Settings of one run, and what a study has in their place."""
 
 
 class Asked(NamedTuple):
@@ -37,8 +36,8 @@ def read_study(config: str | None, flags: dict[str, Any], own: dict[str, Any]) -
     methods = _listed(given.pop("methods", DEFAULT_METHODS))
     counts = _listed(given.pop("stage_counts", "2,4"), also=",")
     seeds = read_count("--seeds", str(given.pop("seeds", 3)))
-    for name, option in _VARIED.items():
-        if name in given:
+    for name, option in ((f.name, f.metadata["study"]) for f in fields(Experiment)):
+        if option and name in given:
             source = f"--{name}" if flags.get(name) is not None else f"{name} in {config}"
             raise ConfigurationError(
                 f"{source} is for one run, and a study makes several: leave it out and give"
@@ -86,3 +85,52 @@ def _spread(cell: "Cell", percent: bool) -> str:
     if len(cell.scores) == 1:
         return "-"
     return f"{cell.spread * 100:.2f}" if percent else f"{cell.spread:.4f}"
+
+
+@with_flags(EXPERIMENT_FLAGS)
+def study(
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Methods, separated by spaces, with corrections behind a +, as in"
+            f" 'pipedream pipedream+spike-compensation' [{DEFAULT_METHODS}].",
+        ),
+    ] = None,
+    stage_counts: Annotated[
+        str | None, typer.Option("--stage-counts", metavar="2,4", help="Numbers of stages [2,4].")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="N", help="Seeds 0, 1, ... [3].")] = None,
+    config: ConfigOption = None,
+    out: OutOption = None,
+    **flags: Any,
+) -> None:
+    """How much staleness can this model take? Methods x stages x seeds, compared with BP."""
+    from offbeat.app.study import cells_of, plan, run_study
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigurationError(
+            f"a study runs in one process, and torchrun has started {os.environ['WORLD_SIZE']}:"
+            " start it without torchrun."
+        )
+    own = {"methods": methods, "stage_counts": stage_counts, "seeds": seeds}
+    asked = read_study(config, flags, own)
+    experiment = asked.base
+    folder = Path(out or f"studies/{experiment.model.name}-{experiment.data.name}")
+    planned = plan(experiment, asked.methods, asked.stages, asked.seeds)
+    runs = run_study(planned, folder, typer.echo)
+    if not runs:
+        sys.exit(130)
+    cells = cells_of(runs)
+    percent = runs[0].summary["accuracy"] is not None
+    print_columns(table_of(cells, percent))
+    try:
+        from offbeat.app.report import draw_study
+
+        path = folder / "study.png"
+        draw_study(cells, percent).savefig(path, dpi=120)
+        typer.echo(f"\nsaved {path}")
+    except MissingExtra as error:
+        typer.echo(f"\nno picture: {error}", err=True)
+    if len(runs) < len(planned):  # interrupted
+        sys.exit(130)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offbeat.app.training import METRICS_EVERY, Progress
+from offbeat.app.progress import METRICS_EVERY, Progress
 from offbeat.errors import MissingExtra
 from offbeat.trainer import Trainer
 
 
-class Board:
+class TensorBoard:
     """Writes scalars beside the run."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,17 +1,20 @@
 """``offbeat train``: its flags are the fields of :class:`offbeat.app.experiment.Experiment`."""
 
-import inspect
-from collections.abc import Callable
+import math
+import os
+import sys
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from offbeat.app.experiment import Choice, Experiment, plain, spelled
-from offbeat.app.runs import Run
+from offbeat.app.cli.options import flag, with_flags
+from offbeat.app.experiment import Experiment, names_of, plain
+from offbeat.app.runs import CHECKPOINTS, CONFIG, Run
 from offbeat.errors import ConfigurationError
+from offbeat.registry import Choice, spell
 
 ConfigOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A TOML file; flags given beside it win.")
@@ -19,49 +22,35 @@ ConfigOption = Annotated[
 OutOption = Annotated[
     str | None, typer.Option(metavar="FOLDER", help="Where the run is stored; runs/... by default.")
 ]
-BoardOption = Annotated[
+TensorBoardOption = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard events into the folder.")
 ]
 
 
 ResumeOption = Annotated[
-    bool,
-    typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint."),
+    bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")
 ]
 
 
-def with_experiment_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command one flag per field; they arrive in its ``**flags``, None where not given."""
-    own = [
-        parameter
-        for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    made = [
-        inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=_annotation(f.name, f.type, dict(f.metadata), f.default),
-        )
-        for f in fields(Experiment)
-    ]
-    command.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in [*own, *made]} | {"return": None}
-    return command
-
-
-def _annotation(name: str, kind: Any, words: dict[str, str], default: Any) -> Any:
+def _annotation(name: str, kind: Any, help_: str, default: Any) -> Any:
     flag = "--" + name.replace("_", "-")
-    shown = "" if default in (None, (), False, True) else f" [{spelled(default)}]"
+    shown = "" if default in (None, (), False, True) else f" [{spell(default)}]"
     if kind is bool:
         opposite = f"--no-{name.replace('_', '-')}"
-        option = typer.Option(f"{flag}/{opposite}", help=words["help"], show_default=False)
+        option = typer.Option(f"{flag}/{opposite}", help=help_, show_default=False)
         return Annotated[bool | None, option]
     several = kind == tuple[Choice, ...]
-    metavar = words["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
-    option = typer.Option(flag, metavar=metavar, help=words["help"] + shown, show_default=False)
+    metavar = {int: "N", float: "X"}.get(kind, "TEXT")
+    if Choice in (kind, *get_args(kind)):
+        metavar = "NAME[:SETTINGS]"
+    option = typer.Option(flag, metavar=metavar, help=help_ + shown, show_default=False)
     return Annotated[list[str] | None if several else str | None, option]
+
+
+EXPERIMENT_FLAGS = [
+    flag(f.name, _annotation(f.name, f.type, f.metadata["help"], f.default))
+    for f in fields(Experiment)
+]
 
 
 def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
@@ -78,22 +67,18 @@ def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
 def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
     """What a stored run was asked to do; settings that are given again must be the same."""
     config = Run.load(folder).config
-    names = [f.name for f in fields(Experiment)]
+    names, free = [f.name for f in fields(Experiment)], names_of("upkeep")
     stored = Experiment.read({name: config[name] for name in names if name in config})
     asked = Experiment.read(given)
     before, after = plain(stored.as_dict()), plain(asked.as_dict())
     for name in given:
         then, now = getattr(stored, name), getattr(asked, name)
-        if name not in _FREE and before[name] != after[name]:
+        if name not in free and before[name] != after[name]:
             raise ConfigurationError(
-                f"{folder} was started with {name}={spelled(then)}, and --resume goes on with the"
-                f" same run: leave out {name}={spelled(now)}, or start another one (--out)."
+                f"{folder} was started with {name}={spell(then)}, and --resume goes on with the"
+                f" same run: leave out {name}={spell(now)}, or start another one (--out)."
             )
-    return replace(stored, **{name: getattr(asked, name) for name in given if name in _FREE})
-
-
-_FREE = ("save_every", "keep", "data_folder")
-"""Settings that may change when a run goes on."""
+    return replace(stored, **{name: getattr(asked, name) for name in given if name in free})
 
 
 def folder_for(experiment: Experiment, out: str | None) -> Path:
@@ -101,3 +86,63 @@ def folder_for(experiment: Experiment, out: str | None) -> Path:
         return Path(out)
     moment = datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{experiment.model.name}-{experiment.method.name}-{moment}"
+
+
+@with_flags(EXPERIMENT_FLAGS)
+def train(
+    config: ConfigOption = None,
+    out: OutOption = None,
+    tensorboard: TensorBoardOption = False,
+    resume: ResumeOption = False,
+    **flags: Any,
+) -> None:
+    """Train a network of the zoo by any method, alone or under torchrun, and store the run."""
+    experiment = read_experiment(config, flags)
+    if resume and out is None:
+        raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
+    folder = folder_for(experiment, out)
+    first_process = os.environ.get("RANK", "0") == "0"
+    if resume and not (folder / CONFIG).exists():
+        if not given_settings(config, flags):
+            raise ConfigurationError(
+                f"{folder} holds no run to go on with: give the folder of one with --out, or the"
+                " settings of a new one."
+            )
+        if first_process:
+            typer.echo(f"no run in {folder}: starting one")
+    if resume and (folder / CONFIG).exists():
+        experiment = stored_experiment(folder, given_settings(config, flags))
+        if Run.load(folder).summary.get("status") == "finished":
+            typer.echo(f"{folder} is finished already")
+            return
+        if first_process and not (folder / CHECKPOINTS).exists():
+            typer.echo(f"no checkpoint in {folder}: starting from step 0 (--save-every keeps some)")
+    from rich.console import Console
+
+    from offbeat.app.cli.live import Lines, Screen
+    from offbeat.app.cli.tensorboard import TensorBoard
+    from offbeat.app.progress import Watcher
+    from offbeat.app.training import run_experiment
+
+    console = Console()
+
+    def watchers() -> list[Watcher]:
+        shown: Watcher = Screen(console) if console.is_terminal else Lines(console)
+        return [shown, TensorBoard(folder)] if tensorboard else [shown]
+
+    summary = run_experiment(experiment, folder, watchers, resume=resume)
+    if first_process:
+        typer.echo(f"stored in {folder}")
+        loss = summary["loss"]
+        if loss is not None and not math.isfinite(loss):
+            typer.echo(
+                f"the test loss is {loss}: training has diverged. Try a smaller --lr;"
+                " --nonfinite stop ends such a run where it happens.",
+                err=True,
+            )
+    if summary["status"] == "interrupted":
+        if first_process and (folder / CHECKPOINTS).exists():
+            count = os.environ.get("WORLD_SIZE", "1")
+            launcher = f"torchrun --nproc-per-node {count} -m -- " if count != "1" else ""
+            typer.echo(f"to go on: {launcher}offbeat train --resume --out {folder}")
+        sys.exit(130)

@@ -1,12 +1,12 @@
 """The actions of a run as the page draws them: measured from a ledger, planned from a method."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods import method_named
-from offbeat.records.ledger import Entry, Ledger
+from offbeat.records.ledger import Entry, Ledger, Place, lags_of
 from offbeat.schedules.table import Span
 from offbeat.schedules.timeline import Timeline, timeline
 
@@ -14,30 +14,6 @@ MOST_ACTIONS = 10_000
 """Actions of a run on a page; the trace has all of them."""
 _MOST_STAGES = 256
 _NO_LOSS = float("nan")
-
-Place = tuple[int, int, int]
-"""Replica, stage, micro-batch."""
-
-
-def lags_of(entries: Iterable[Entry]) -> dict[Place, int]:
-    """Per applied micro-batch its lag in updates, where its forward is known.
-
-    Unlike :meth:`Ledger.lags` this takes the end of a run, in which backwards come first.
-    """
-    read: dict[Place, int] = {}
-    waiting: dict[tuple[int, int], list[int]] = {}
-    lags: dict[Place, int] = {}
-    for entry in entries:
-        line = entry.replica, entry.stage
-        if entry.kind == "F":
-            read[*line, entry.batch] = entry.version
-        elif entry.kind == "B":
-            waiting.setdefault(line, []).append(entry.batch)
-        elif entry.kind == "U":
-            for batch in waiting.pop(line, ()):
-                if (*line, batch) in read:
-                    lags[*line, batch] = entry.version - 1 - read[*line, batch]
-    return lags
 
 
 def planned_entries(line: Timeline) -> list[Entry]:
@@ -75,12 +51,12 @@ def plan(method: str | None, settings: Mapping[str, Any], stages: int | None) ->
 
 @dataclass(frozen=True)
 class Drawing:
-    """Rows of actions over time, as the page's script reads them."""
+    """Lines of actions over time, as the page's script reads them."""
 
-    rows: tuple[str, ...]
+    lines: tuple[str, ...]
     entries: tuple[Entry, ...]
     places: tuple[int, ...]
-    """Per entry, its row."""
+    """Per entry, its line."""
     left_out: int
     unit: str
     """``s``, or empty for modelled time."""
@@ -92,8 +68,8 @@ class Drawing:
         read = {(e.replica, e.stage, e.batch): e.version for e in self.entries if e.kind == "F"}
         return {
             "unit": self.unit,
-            "rows": self.rows,
-            "row": self.places,
+            "lines": self.lines,
+            "line": self.places,
             "kind": "".join(entry.kind for entry in self.entries),
             "stage": [entry.stage for entry in self.entries],
             "replica": [entry.replica for entry in self.entries],
@@ -114,7 +90,7 @@ def _of_batch(entry: Entry, found: Mapping[Place, int]) -> int | None:
 
 
 def measured(ledger: Ledger) -> Drawing:
-    """The last actions of a ledger; averages under way have rows of their own."""
+    """The last actions of a ledger; averages under way have lines of their own."""
     entries = sorted(ledger, key=lambda entry: entry.end_s)
     return _drawing(entries[-MOST_ACTIONS:], len(entries), "s")
 
@@ -125,22 +101,22 @@ def planned(line: Timeline) -> Drawing:
 
 
 def _drawing(entries: Sequence[Entry], total: int, unit: str) -> Drawing:
-    lines = sorted({_row(entry) for entry in entries})
+    lines = sorted({_line(entry) for entry in entries})
     several = len({replica for replica, _, _ in lines}) > 1
     places = {line: place for place, line in enumerate(lines)}
     return Drawing(
-        tuple(_row_name(*line, several) for line in lines),
+        tuple(_line_name(*line, several) for line in lines),
         tuple(entries),
-        tuple(places[_row(entry)] for entry in entries),
+        tuple(places[_line(entry)] for entry in entries),
         total - len(entries),
         unit,
     )
 
 
-def _row(entry: Entry) -> tuple[int, int, bool]:
+def _line(entry: Entry) -> tuple[int, int, bool]:
     return entry.replica, entry.stage, entry.kind == "A"
 
 
-def _row_name(replica: int, stage: int, average: bool, several: bool) -> str:
+def _line_name(replica: int, stage: int, average: bool, several: bool) -> str:
     name = f"avg {stage}" if average else f"stage {stage}"
     return f"r{replica} {name}" if several else name

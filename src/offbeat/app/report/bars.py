@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from offbeat.app.report import words
-from offbeat.app.report.facts import Facts, Memory
+from offbeat.app.report.facts import AtStage, Facts
 from offbeat.app.report.markup import Markup, join, table, tag
 from offbeat.app.report.parts import note, per_run, place
 
 _MOST_LAGS = 16
-"""Rows of a lag histogram; more lags are counted in ranges."""
+"""Lines of a lag histogram; more lags are counted in ranges."""
 
 
 def lags(facts: Sequence[Facts]) -> Markup:
@@ -28,11 +28,11 @@ def _histogram(stage: int, counts: dict[int, int], declared: Sequence[int]) -> M
     bins = binned(counts, _MOST_LAGS)
     total = sum(counts.values())
     most = max(times for _, times in bins)
-    rows = [(word, _bar(times / most), f"{times:,}") for word, times in bins]
+    body = [(word, _bar(times / most), f"{times:,}") for word, times in bins]
     mean = sum(lag * times for lag, times in counts.items()) / total
     caption = f"Stage {stage}: mean {mean:.3g}"
     caption += f", declared {declared[stage]}" if stage < len(declared) else ""
-    return table(caption, ("lag", "", "count"), rows, class_="bars")
+    return table(caption, ("lag", "", "count"), body, class_="bars")
 
 
 def binned(counts: dict[int, int], most: int) -> list[tuple[str, int]]:
@@ -72,13 +72,13 @@ def memory(facts: Sequence[Facts]) -> Markup:
 def _memory_table(run: Facts, most: float) -> Markup:
     if not run.memory:
         return note("No memory was recorded.")
-    rows = [
+    body = [
         (
             place(run, entry.replica, entry.stage),
             _stack(entry, most),
-            words.size(entry.fields.get("weight_bytes")),
-            words.size(entry.fields.get("in_flight_bytes")),
-            words.size(entry.fields.get("correction_bytes")),
+            words.size(entry.numbers.get("weight_bytes")),
+            words.size(entry.numbers.get("in_flight_bytes")),
+            words.size(entry.numbers.get("correction_bytes")),
             _now_and_peak(entry, ("weight_copies",), "peak_weight_copies"),
             _now_and_peak(entry, ("graphs", "inputs"), "peak_in_flight"),
         )
@@ -93,43 +93,43 @@ def _memory_table(run: Facts, most: float) -> Markup:
         "weight copies (most)",
         "micro-batches (most)",
     )
-    return table("What each stage held before the last drain", head, rows, class_="bars")
+    return table("What each stage held before the last drain", head, body, class_="bars")
 
 
-def _bytes(entry: Memory) -> float:
-    return sum(entry.fields.get(key, 0.0) for key in _PARTS)
+def _bytes(entry: AtStage) -> float:
+    return sum(entry.numbers.get(key, 0.0) for key in _PARTS)
 
 
-def _stack(entry: Memory, most: float) -> Markup:
+def _stack(entry: AtStage, most: float) -> Markup:
     bars = [
-        tag("i", style=f"width:{100 * entry.fields[key] / most:.1f}%", class_=kind)
+        tag("i", style=f"width:{100 * entry.numbers[key] / most:.1f}%", class_=kind)
         for key, kind in _PARTS.items()
-        if entry.fields.get(key)
+        if entry.numbers.get(key)
     ]
     return tag("span", *bars, class_="bar")
 
 
-def _now_and_peak(entry: Memory, now: Sequence[str], peak: str) -> str:
-    known = [entry.fields[key] for key in now if key in entry.fields]
+def _now_and_peak(entry: AtStage, now: Sequence[str], peak: str) -> str:
+    known = [entry.numbers[key] for key in now if key in entry.numbers]
     if not known:
         return words.MISSING
-    most = f" ({words.number(entry.fields[peak])})" if peak in entry.fields else ""
+    most = f" ({words.number(entry.numbers[peak])})" if peak in entry.numbers else ""
     return f"{words.number(sum(known))}{most}"
 
 
 def waiting(facts: Sequence[Facts]) -> Markup:
-    longest = max((wait.total_s for run in facts for wait in run.waits), default=0.0)
+    longest = max((_waited(wait) for run in facts for wait in run.waits), default=0.0)
     return per_run(facts, lambda run: join([_busy(run), _waits(run, longest or 1.0)]))
 
 
 def _busy(run: Facts) -> Markup:
     if not run.busy_share:
         return note("No busy shares were recorded.")
-    rows = [
+    body = [
         (f"stage {stage}", _bar(share), words.percent(share))
         for stage, share in enumerate(run.busy_share)
     ]
-    return table("Part of the time each stage worked", ("stage", "", "busy"), rows, class_="bars")
+    return table("Part of the time each stage worked", ("stage", "", "busy"), body, class_="bars")
 
 
 def _waits(run: Facts, longest: float) -> Markup:
@@ -140,15 +140,19 @@ def _waits(run: Facts, longest: float) -> Markup:
             if alone
             else "No waits for averages were recorded."
         )
-    rows = [
+    body = [
         (
             place(run, wait.replica, wait.stage),
-            _bar(wait.total_s / longest, "wait"),
-            words.seconds(wait.total_s),
-            words.seconds(wait.longest_s),
-            f"{wait.averages:,}",
+            _bar(_waited(wait) / longest, "wait"),
+            words.seconds(_waited(wait)),
+            words.seconds(wait.numbers.get("longest_s", 0.0)),
+            f"{wait.numbers.get('averages', 0):,.0f}",
         )
         for wait in run.waits
     ]
     head = ("stage", "", "in all", "longest", "averages")
-    return table("Standing still until an average arrived", head, rows, class_="bars")
+    return table("Standing still until an average arrived", head, body, class_="bars")
+
+
+def _waited(wait: AtStage) -> float:
+    return wait.numbers.get("total_s", 0.0)

@@ -17,14 +17,14 @@ def configuration_table(facts: Sequence[Facts]) -> Markup:
     keys = sorted(found, key=lambda key: list(groups).index(_group(key)))
     if not keys:
         return tag("p", "The configuration is empty.", class_="note")
-    rows = []
+    body = []
     for key in keys:
         values = [column.get(key, words.MISSING) for column in columns]
         differs = len(set(values)) > 1
-        rows.append((tag("b", key, title="differs") if differs else key, *values))
+        body.append((tag("b", key, title="differs") if differs else key, *values))
     head = ["setting", *(run.label for run in facts)] if len(facts) > 1 else ["setting", "value"]
     several = "; settings in bold differ" if len(facts) > 1 else ""
-    return table(f"What was asked for{several}", head, rows, class_="configuration")
+    return table(f"What was asked for{several}", head, body, class_="configuration")
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

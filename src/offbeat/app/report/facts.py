@@ -8,13 +8,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from offbeat.app.experiment import Choice
-from offbeat.app.report.actions import lags_of
+from offbeat.app.experiment import names_of
 from offbeat.app.report.values import count, either, listing, mapping, name_of, number, whole
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
-from offbeat.records.ledger import Ledger
+from offbeat.records.ledger import Ledger, lags_of
 from offbeat.records.readings import Readings
+from offbeat.registry import Choice
 
 MOST_POINTS = 400
 """Points of a curve; a longer one is drawn through means of neighbours."""
@@ -31,38 +31,12 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """How long one stage of one replica stood still for its averages."""
+class AtStage:
+    """What was counted at one stage of one replica: its memory, its waits, what its guard saw."""
 
     replica: int
     stage: int
-    averages: int
-    total_s: float
-    longest_s: float
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What one stage of one replica held before the last drain."""
-
-    replica: int
-    stage: int
-    fields: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Guarded:
-    """What the guard of one stage of one replica saw."""
-
-    replica: int
-    stage: int
-    fields: Mapping[str, float]
-
-
-_RECIPE = (
-    "model", "data", "optimizer", "lr", "momentum", "weight_decay", "decay", "warmup", "milestones",
-    "clip", "epochs", "max_steps", "batch_size", "drop_last", "augment", "autocast",
-)  # fmt: skip
+    numbers: Mapping[str, float]
 
 
 def _worded(value: object) -> str:
@@ -194,17 +168,43 @@ class Facts:
         return tuple(share for share in found if share is not None)
 
     @property
-    def memory(self) -> tuple[Memory, ...]:
+    def memory(self) -> tuple[AtStage, ...]:
+        """Before the last drain; one entry per stage of the first replica, then of the next."""
         found = [mapping(entry) for entry in listing(self.summary.get("memory"))]
         stages = self.stages or max(1, len(found) // self.replicas)
         return tuple(
-            Memory(
+            AtStage(
                 either(whole(entry.get("replica")), place // stages),
                 either(whole(entry.get("stage")), place % stages),
-                {str(key): n for key, value in entry.items() if (n := number(value)) is not None},
+                _numbers(entry),
             )
             for place, entry in enumerate(found)
         )
+
+    @cached_property
+    def guarded(self) -> tuple[AtStage, ...]:
+        """Empty where the run had no guards."""
+        return self._by_place("guards")
+
+    @cached_property
+    def waits(self) -> tuple[AtStage, ...]:
+        """How long stages stood still for averages; empty where none were merged."""
+        return self._by_place("waits") or tuple(sorted(self._ledger_waits(), key=_place))
+
+    def _by_place(self, key: str) -> tuple[AtStage, ...]:
+        """A part of the summary whose keys read replica/stage."""
+        found = []
+        for place, value in mapping(self.summary.get(key)).items():
+            replica, _, stage = place.partition("/")
+            found.append(AtStage(whole(replica) or 0, whole(stage) or 0, _numbers(mapping(value))))
+        return tuple(sorted(found, key=_place))
+
+    def _ledger_waits(self) -> Iterator[AtStage]:
+        ledger = self.ledger or Ledger()
+        for replica, stage in {(e.replica, e.stage) for e in ledger if e.kind == "M"}:
+            if s := ledger.waits(stage, replica).values():
+                summed = {"averages": len(s), "total_s": sum(s), "longest_s": max(s)}
+                yield AtStage(replica, stage, summed)
 
     @cached_property
     def ledger(self) -> Ledger | None:
@@ -222,16 +222,6 @@ class Facts:
             return self.run.readings()
         except ConfigurationError:
             return None
-
-    @cached_property
-    def guarded(self) -> tuple[Guarded, ...]:
-        """Per replica and stage; empty where the run had no guards."""
-        found = []
-        for key, value in mapping(self.summary.get("guards")).items():
-            replica, _, stage = key.partition("/")
-            fields = {k: n for k, v in mapping(value).items() if (n := number(v)) is not None}
-            found.append(Guarded(whole(replica) or 0, whole(stage) or 0, fields))
-        return tuple(sorted(found, key=lambda g: (g.replica, g.stage)))
 
     @cached_property
     def lag_counts(self) -> dict[int, dict[int, int]]:
@@ -259,33 +249,6 @@ class Facts:
             counts.setdefault(stage, Counter())[lag] += 1
         return {stage: dict(counts[stage]) for stage in sorted(counts)}
 
-    @cached_property
-    def waits(self) -> tuple[Wait, ...]:
-        """Per replica and stage; empty where no averages were merged."""
-        found = []
-        for key, value in mapping(self.summary.get("waits")).items():
-            replica, _, stage = key.partition("/")
-            words = mapping(value)
-            found.append(
-                Wait(
-                    whole(replica) or 0,
-                    whole(stage) or 0,
-                    count(words.get("averages")) or 0,
-                    number(words.get("total_s")) or 0.0,
-                    number(words.get("longest_s")) or 0.0,
-                )
-            )
-        found = found or list(self._ledger_waits())
-        return tuple(sorted(found, key=lambda w: (w.replica, w.stage)))
-
-    def _ledger_waits(self) -> Iterator[Wait]:
-        if self.ledger is None:
-            return
-        for replica, stage in {(e.replica, e.stage) for e in self.ledger if e.kind == "M"}:
-            waits = self.ledger.waits(stage, replica).values()
-            if waits:
-                yield Wait(replica, stage, len(waits), sum(waits), max(waits))
-
     # ---------------------------------------------------------------- curves
 
     @cached_property
@@ -311,7 +274,7 @@ class Facts:
 
         Only what both say; a run may be older than a setting.
         """
-        both = [name for name in _RECIPE if name in self.config and name in other.config]
+        both = [name for name in names_of("recipe") if name in self.config and name in other.config]
         return [
             f"{name} {_worded(self.config[name])} ({_worded(other.config[name])})"
             for name in both
@@ -370,6 +333,14 @@ class Facts:
             return self.steps / self.epochs
         gaps = [later - earlier for earlier, later in pairwise(first.values())]
         return gaps[0] if gaps and gaps[0] > 0 else None
+
+
+def _numbers(words: Mapping[str, object]) -> dict[str, float]:
+    return {key: n for key, value in words.items() if (n := number(value)) is not None}
+
+
+def _place(entry: AtStage) -> tuple[int, int]:
+    return entry.replica, entry.stage
 
 
 def facts_of(runs: Sequence[Run]) -> list[Facts]:

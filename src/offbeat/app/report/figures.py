@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart by colour-blind readers; dark enough for lines on white.
-_PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", "-.", ":")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MARKED = 40
 """Points up to which each has a marker; on a longer line they would hide it."""
 _FORWARD, _BACKWARD = "#56B4E9", "#E69F00"
@@ -25,7 +25,7 @@ _FORWARD, _BACKWARD = "#56B4E9", "#E69F00"
 _INCH_PT = 72.0
 _NUMBER_PT = 7.5
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN = 11.0, 0.85, 0.2
-_ROW_IN, _TITLE_IN, _TOP_IN, _BOTTOM_IN = 0.24, 0.42, 0.15, 0.55
+_LINE_IN, _TITLE_IN, _TOP_IN, _BOTTOM_IN = 0.24, 0.42, 0.15, 0.55
 
 
 def draw_timelines(
@@ -38,14 +38,14 @@ def draw_timelines(
     """
     _refuse_empty(timelines, "draw_timelines")
     end = until if until is not None else max(line.duration for line in timelines.values())
-    panel_in = [_TITLE_IN + _ROW_IN * line.stages for line in timelines.values()]
+    panel_in = [_TITLE_IN + _LINE_IN * line.stages for line in timelines.values()]
     height = _TOP_IN + sum(panel_in) + _BOTTOM_IN
     figure = empty_figure(_WIDTH_IN, height)
     top = height - _TOP_IN
     width = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
     for (name, line), panel in zip(timelines.items(), panel_in, strict=True):
-        rows_in = _ROW_IN * line.stages
-        box = (_LEFT_IN / _WIDTH_IN, (top - panel) / height, width / _WIDTH_IN, rows_in / height)
+        lines_in = _LINE_IN * line.stages
+        box = (_LEFT_IN / _WIDTH_IN, (top - panel) / height, width / _WIDTH_IN, lines_in / height)
         axes = figure.add_axes(box)
         _draw_panel(axes, line, end, unit_pt=width * _INCH_PT / end)
         rates = f"busy {line.busy_share:.0%}, speed-up {line.speed_up:.2f}"
@@ -116,9 +116,9 @@ def draw_curves(
             [epoch for epoch, _ in points],
             [value for _, value in points],
             label=name,
-            color=_PALETTE[place % len(_PALETTE)],
+            color=PALETTE[place % len(PALETTE)],
             linestyle=_DASHES[place % len(_DASHES)],
-            marker=_MARKERS[place % len(_MARKERS)] if len(points) <= _MARKED else None,
+            marker=MARKERS[place % len(MARKERS)] if len(points) <= _MARKED else None,
             # Earlier lines are broader, so that one which a later line covers still shows.
             linewidth=max(1.5, 3.0 - 0.3 * place),
             markersize=max(4.5, 8 - 0.7 * place),

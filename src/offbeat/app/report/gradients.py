@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from offbeat.app.report import words
-from offbeat.app.report.facts import Facts, Guarded
+from offbeat.app.report.facts import AtStage, Facts
 from offbeat.app.report.markup import Markup, join, table
 from offbeat.app.report.parts import note, per_run, place
 
@@ -31,12 +31,12 @@ def gradients(facts: Sequence[Facts]) -> Markup:
 def _of_run(run: Facts) -> Markup:
     if not run.guarded:
         return note("This run had no guards.")
-    rows = [
+    body = [
         (place(run, of.replica, of.stage), *(_words(of, name) for name in _COLUMNS))
         for of in run.guarded
     ]
-    return table("Gradients, per stage", ("stage", *_COLUMNS.values()), rows, class_="numbers")
+    return table("Gradients, per stage", ("stage", *_COLUMNS.values()), body, class_="numbers")
 
 
-def _words(of: Guarded, name: str) -> str:
-    return words.number(of.fields.get(name))
+def _words(of: AtStage, name: str) -> str:
+    return words.number(of.numbers.get(name))

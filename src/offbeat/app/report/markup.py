@@ -40,15 +40,15 @@ def join(children: Iterable[object]) -> Markup:
 
 
 def table(
-    caption: str, head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: str = ""
+    caption: str, head: Sequence[object], body: Iterable[Sequence[object]], *, class_: str = ""
 ) -> Markup:
     """A table in a box of its own, which scrolls where the page is narrow.
 
-    The first cell of a row is its heading.
+    The first cell of a line is its heading.
     """
-    body = [
-        tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:]))
-        for row in rows
+    lines = [
+        tag("tr", tag("th", first, scope="row"), *(tag("td", cell) for cell in rest))
+        for first, *rest in body
     ]
     return tag(
         "div",
@@ -56,7 +56,7 @@ def table(
             "table",
             tag("caption", caption),
             tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head))),
-            tag("tbody", *body),
+            tag("tbody", *lines),
             class_=class_ or None,
         ),
         class_="scroll",

@@ -28,7 +28,7 @@ def _of_run(run: Facts) -> Markup:
     for reading in run.readings:
         of_stage = found.setdefault((reading.replica, reading.stage), {})
         of_stage.setdefault(reading.what, []).append(reading.value)
-    rows = [
+    body = [
         (place(run, replica, stage), *(_middle(values.get(what)) for what in WHATS),
          words.number(max(values["staleness"])) if "staleness" in values else words.MISSING)
         for (replica, stage), values in sorted(found.items())
@@ -40,7 +40,7 @@ def _of_run(run: Facts) -> Markup:
         "cosine of stale and fresh gradients",
         "staleness, largest",
     )
-    return table("How stale, per stage", head, rows, class_="numbers")
+    return table("How stale, per stage", head, body, class_="numbers")
 
 
 def _middle(values: list[float] | None) -> str:

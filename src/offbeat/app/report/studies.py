@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from offbeat.app.report.figures import empty_figure
+from offbeat.app.report.figures import MARKERS, PALETTE, empty_figure
 from offbeat.app.study import Cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _ASIDE = 0.04
 """By how much a method stands beside the next, so that those of the same lag can be told apart."""
 
@@ -30,7 +28,8 @@ def draw_study(cells: Sequence[Cell], percent: bool) -> "Figure":
     methods = list(dict.fromkeys(cell.method for cell in others))
     for place, method in enumerate(methods):
         mine = sorted((c for c in others if c.method == method), key=lambda c: max(c.lags))
-        colour, marker = _COLOURS[place % 7], _MARKERS[place % 7]
+        # Black is plain training's.
+        colour, marker = PALETTE[(place + 1) % len(PALETTE)], MARKERS[place % len(MARKERS)]
         aside = _ASIDE * (place - (len(methods) - 1) / 2)
         lags = [max(cell.lags) + aside for cell in mine]
         axes.plot(lags, [scale * c.mean for c in mine], color=colour, marker=marker, label=method)

@@ -65,23 +65,23 @@ def comparison(facts: Sequence[Facts]) -> Markup:
     if base is not None:
         head.append(f"gap to {base.label}, {'points' if by_accuracy else 'in loss'}")
     head += ["test loss", "time per step", "rows/s", "end"]
-    rows = []
+    body = []
     for place, run in enumerate(facts):
-        row: list[object] = [
+        cells: list[object] = [
             join([swatch(place), " ", run.label]),
             _method_words(run),
             words.listed(run.lags),
             words.percent(run.accuracy),
         ]
         if base is not None:
-            row.append("baseline" if run is base else _gap(run, base, by_accuracy=by_accuracy))
-        row += [
+            cells.append("baseline" if run is base else _gap(run, base, by_accuracy=by_accuracy))
+        cells += [
             words.number(run.loss),
             words.seconds(run.step_s),
             words.number(run.rows_per_s),
             run.status or "not recorded",
         ]
-        rows.append(row)
+        body.append(cells)
     missing = note("None of the runs is synchronous with a score, so no gap is given.")
     others = {} if base is None else {run.label: run.recipe_unlike(base) for run in facts}
     unlike = [
@@ -89,7 +89,7 @@ def comparison(facts: Sequence[Facts]) -> Markup:
         for label, names in others.items()
         if (listed := ", ".join(names))
     ]
-    side_by_side = table("The runs side by side", head, rows, class_="side")
+    side_by_side = table("The runs side by side", head, body, class_="side")
     return join([side_by_side, None if base else missing, *unlike])
 
 

@@ -68,14 +68,9 @@ def _timeline(
             ("all", "all", "Show everything"),
         )
     ]
-    keys = "Left and right go from action to action, up and down to other rows, + and - zoom."
+    keys = "Left and right go from action to action, up and down to other lines, + and - zoom."
     hint = f"{kind} timeline of {run.label}. {keys}"
-    canvas = tag(
-        "canvas",
-        tabindex="0",
-        role="application",
-        aria_label=hint,
-    )
+    canvas = tag("canvas", tabindex="0", role="application", aria_label=hint)
     return tag(
         "figure",
         tag("figcaption", kind, tag("span", f" {words}", class_="note")),

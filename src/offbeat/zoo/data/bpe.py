@@ -35,7 +35,6 @@ class BytePairs:
             pair = number[left], number[right]
             self._merged[pair] = number[left + right] = len(tokens)
             tokens.append(tokens[pair[0]] + tokens[pair[1]])
-        self.end_of_text = len(tokens)
         self.size = len(tokens) + 1
         self._tokens = [*tokens, b"<|endoftext|>"]
         self._known: dict[str, list[int]] = {}

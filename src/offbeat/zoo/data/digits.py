@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from offbeat.errors import BatchError, ConfigurationError, MissingExtra
+from offbeat.errors import BatchError, MissingExtra
 from offbeat.zoo.data.keys import generator
+from offbeat.zoo.settings import require_part
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -24,10 +25,7 @@ def digits(seed: int = 0, test_share: float = 0.2) -> Split:
 
 def raw_digits(seed: int, test_share: float) -> Split:
     """The same split, with pixels as they are: 0 to 16."""
-    if not 0 < test_share < 1:
-        raise ConfigurationError(
-            f"digits(test_share={test_share!r}): give a share between 0 and 1, for example 0.2."
-        )
+    require_part("data 'digits': test_share", test_share)
     images, classes = _load()
     order = torch.randperm(len(images), generator=generator("split", seed))
     held_out = min(len(images) - 1, max(1, round(len(images) * test_share)))

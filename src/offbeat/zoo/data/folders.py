@@ -12,6 +12,7 @@ from offbeat.errors import ConfigurationError, MissingExtra
 from offbeat.methods.base import require_count
 from offbeat.zoo.data.finding import damaged
 from offbeat.zoo.data.keys import generator
+from offbeat.zoo.settings import require_part
 
 _ENDINGS = {".png", ".jpg", ".jpeg"}
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -47,10 +48,7 @@ def _split(
     if (folder / "train").is_dir() and held_out is not None:
         classes = _classes(folder / "train")
         return _files(folder / "train", classes), _files(held_out, classes), classes
-    if not 0 < share < 1:
-        raise ConfigurationError(
-            f"data 'images': test_share={share!r}: give a share between 0 and 1, for example 0.2."
-        )
+    require_part("data 'images': test_share", share)
     classes = _classes(folder)
     files = _files(folder, classes)
     if len(files) < 2:

@@ -44,11 +44,7 @@ class Images:
     """Pixels (rows, channels, height, width) as bytes, and a class number per row."""
 
     def __init__(
-        self,
-        pixels: Tensor,
-        labels: Tensor,
-        scale: Scale,
-        augmentation: Augmentation | None = None,
+        self, pixels: Tensor, labels: Tensor, scale: Scale, augmentation: Augmentation | None = None
     ) -> None:
         self.pixels, self.labels = pixels, labels
         self.scale = Scale(*(number.reshape(-1, 1, 1) for number in scale))

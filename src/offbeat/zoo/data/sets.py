@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from offbeat.zoo.data.folders import read_folder
 from offbeat.zoo.data.formats import read_cifar, read_idx, unpacked
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
 from offbeat.zoo.data.text import Unit, encoding, token_loss, tokens
-from offbeat.zoo.settings import check_types, plain_name
+from offbeat.zoo.settings import check_settings, plain_name, require_part
 
 Folder = str | Path | None
 
@@ -103,10 +102,7 @@ def image_folder(
     scale = scale_of(read.train[0])
     augmentation = Augmentation(pad=side // 8 if pad is None else pad, flip=flip)
     return _images(
-        "images",
-        Images(*read.train, scale, augmentation),
-        Images(*read.test, scale),
-        read.classes,
+        "images", Images(*read.train, scale, augmentation), Images(*read.test, scale), read.classes
     )
 
 
@@ -125,11 +121,7 @@ def text(
         raise ConfigurationError(
             f"data 'text': file={str(path)!r} is not a file. Give the path of a text file."
         )
-    if not 0 < test_share < 1:
-        raise ConfigurationError(
-            f"data 'text': test_share={test_share!r}: give a share between 0 and 1, for example"
-            " 0.1."
-        )
+    require_part("data 'text': test_share", test_share)
     whole = unpacked(path)
     places = [int(len(whole) * (1 - test_share))]
     merges = None if folder is None or Path(folder).is_file() else folder
@@ -137,11 +129,7 @@ def text(
 
 
 def tinyshakespeare(
-    folder: Folder = None,
-    *,
-    unit: Unit = "characters",
-    context: int = 256,
-    download: bool = True,
+    folder: Folder = None, *, unit: Unit = "characters", context: int = 256, download: bool = True
 ) -> Data:
     """1,115,394 characters of Shakespeare's plays; the last tenth is held out."""
     path = find("tinyshakespeare", published.TINY_SHAKESPEARE, folder, download=download)
@@ -212,11 +200,7 @@ def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
     build = plain.get(plain_name(name))
     if build is None:
         raise unknown("data", name, DATA)
-    known = [setting for setting in signature(build).parameters if setting != "folder"]
-    for setting in settings:
-        if setting not in known:
-            raise unknown(f"setting of data {name}:", setting, known)
-    check_types(f"data {name}", build, settings)
+    check_settings(f"data {name}", build, settings, but="folder")
     return build(folder, **settings)
 
 

@@ -30,11 +30,11 @@ class Timeline {
     this.count = data.start.length;
     const ends = data.start.map((start, k) => start + data.length[k]);
     this.end = ends.reduce((most, end) => Math.max(most, end), 0) || 1;
-    this.byRow = data.rows.map(() => []);
-    data.row.forEach((row, k) => this.byRow[row].push(k));
-    for (const row of this.byRow) row.sort((a, b) => data.start[a] - data.start[b]);
-    this.rowHeight = data.rows.length <= 12 ? 26 : data.rows.length <= 32 ? 18 : 12;
-    this.canvas.style.height = `${AXIS + data.rows.length * this.rowHeight + 4}px`;
+    this.byLine = data.lines.map(() => []);
+    data.line.forEach((line, k) => this.byLine[line].push(k));
+    for (const line of this.byLine) line.sort((a, b) => data.start[a] - data.start[b]);
+    this.lineHeight = data.lines.length <= 12 ? 26 : data.lines.length <= 32 ? 18 : 12;
+    this.canvas.style.height = `${AXIS + data.lines.length * this.lineHeight + 4}px`;
     this.listen(figure);
   }
 
@@ -70,7 +70,7 @@ class Timeline {
     this.pen = c.getContext("2d");
     this.pen.scale(scale, scale);
     this.pen.font = "12px system-ui, sans-serif";
-    const widest = Math.max(...this.data.rows.map((name) => this.pen.measureText(name).width));
+    const widest = Math.max(...this.data.lines.map((name) => this.pen.measureText(name).width));
     this.gutter = Math.ceil(widest) + 10;
     this.plot = Math.max(1, this.width - this.gutter - 4);
     if (this.from === undefined) this.first();
@@ -83,7 +83,7 @@ class Timeline {
     const lengths = length.filter((size, k) => size > 0 && "FB".includes(kind[k]));
     lengths.sort((a, b) => a - b);
     const typical = lengths[Math.floor(lengths.length / 2)] || this.end;
-    const forwards = (this.byRow[0] || []).filter((k) => this.data.kind[k] === "F");
+    const forwards = (this.byLine[0] || []).filter((k) => this.data.kind[k] === "F");
     const some = forwards[Math.min(FIRST_BATCHES, forwards.length) - 1];
     const enough = some === undefined ? 0 : this.data.start[some] + this.data.length[some];
     const span = Math.max((typical * this.plot) / FIRST_BOX, enough);
@@ -119,7 +119,7 @@ class Timeline {
       ["ink", "soft", "rule", "paper", "F", "B", "U", "A", "in-box"].map((n) => [n, colour(n)]));
     this.pen.clearRect(0, 0, this.width, this.height);
     this.drawAxis();
-    this.byRow.forEach((row, place) => this.drawRow(row, place));
+    this.byLine.forEach((line, place) => this.drawLine(line, place));
     const words = (value) => time(value, this.data.unit);
     const whole = this.span >= this.end;
     this.range.textContent = whole
@@ -143,20 +143,20 @@ class Timeline {
     }
   }
 
-  drawRow(row, place) {
+  drawLine(line, place) {
     const { pen, colours, data } = this;
-    const top = AXIS + place * this.rowHeight;
+    const top = AXIS + place * this.lineHeight;
     pen.fillStyle = colours.ink;
     pen.textAlign = "left";
     pen.textBaseline = "middle";
-    pen.fillText(data.rows[place], 0, top + this.rowHeight / 2);
+    pen.fillText(data.lines[place], 0, top + this.lineHeight / 2);
     pen.save();
     pen.beginPath();
     pen.rect(this.gutter, 0, this.plot + 4, this.height);
     pen.clip();
     pen.textAlign = "center";
     // Updates last: they are narrow, and a neighbour must not cover them.
-    const visible = row.filter((k) =>
+    const visible = line.filter((k) =>
       data.start[k] + data.length[k] >= this.from && data.start[k] <= this.from + this.span);
     for (const narrow of [false, true]) {
       for (const k of visible) if ((data.kind[k] === "U") === narrow) this.drawBox(k, top);
@@ -168,18 +168,18 @@ class Timeline {
     const { pen, colours, data } = this;
     const kind = data.kind[k];
     const [left, right] = this.edges(k);
-    const inset = kind === "A" ? this.rowHeight * 0.3 : 2;
-    const height = this.rowHeight - 2 * inset;
+    const inset = kind === "A" ? this.lineHeight * 0.3 : 2;
+    const height = this.lineHeight - 2 * inset;
     pen.globalAlpha = this.dimmed(k) ? 0.3 : 1;
     pen.fillStyle = colours["FBU".includes(kind) ? kind : "A"];
     const gap = right - left > 4 && kind !== "U" ? 1 : 0;
     pen.fillRect(left, top + inset, right - left - gap, height);
     pen.fillStyle = colours["in-box"];
     const room = right - left - 4;
-    const texts = this.rowHeight > 14 && "FB".includes(kind)
+    const texts = this.lineHeight > 14 && "FB".includes(kind)
       ? [`${kind}${data.batch[k]}`, String(data.batch[k])] : [];
     const text = texts.find((t) => pen.measureText(t).width <= room);
-    if (text) pen.fillText(text, (left + right - gap) / 2, top + this.rowHeight / 2 + 0.5);
+    if (text) pen.fillText(text, (left + right - gap) / 2, top + this.lineHeight / 2 + 0.5);
     pen.globalAlpha = 1;
     if (k === this.chosen) {
       pen.strokeStyle = colours.ink;
@@ -209,10 +209,10 @@ class Timeline {
   /* ---------------------------------------------------------------- choosing */
 
   at(px, py) {
-    const row = this.byRow[Math.floor((py - AXIS) / this.rowHeight)];
-    if (!row || px < this.gutter) return null;
+    const line = this.byLine[Math.floor((py - AXIS) / this.lineHeight)];
+    if (!line || px < this.gutter) return null;
     let best = null;
-    for (const k of row) {
+    for (const k of line) {
       const [left, right] = this.edges(k);
       const away = Math.max(left - px, px - right, 0);
       const better = best === null || away < best.away
@@ -224,10 +224,10 @@ class Timeline {
 
   choose(k) {
     this.chosen = k;
-    const rows = k === null ? [] : this.describe(k);
-    if (rows.length) {
+    const facts = k === null ? [] : this.describe(k);
+    if (facts.length) {
       const list = element("dl");
-      for (const [name, value] of rows) {
+      for (const [name, value] of facts) {
         list.append(element("div", {}, element("dt", {}, name), element("dd", {}, value)));
       }
       this.details.replaceChildren(list);
@@ -240,26 +240,26 @@ class Timeline {
   describe(k) {
     const d = this.data;
     const kind = d.kind[k];
-    const rows = [
+    const facts = [
       ["action", `${NAMES[kind]} (${d.stage[k]}${kind}${d.batch[k]})`],
       ["stage", String(d.stage[k])],
       ["replica", String(d.replica[k])],
       [{ F: "batch", B: "batch", U: "update" }[kind] || "average", String(d.batch[k])],
     ];
-    if (kind === "F") rows.push(["version read", String(d.version[k])]);
+    if (kind === "F") facts.push(["version read", String(d.version[k])]);
     if (kind === "B") {
-      rows.push(["version its forward read", d.read[k] === null ? "unknown" : String(d.read[k])]);
-      rows.push(["newest version", String(d.version[k])]);
+      facts.push(["version its forward read", d.read[k] === null ? "unknown" : String(d.read[k])]);
+      facts.push(["newest version", String(d.version[k])]);
     }
-    if (kind === "U") rows.push(["version written", String(d.version[k])]);
-    if (!"FBU".includes(kind)) rows.push(["version", String(d.version[k])]);
+    if (kind === "U") facts.push(["version written", String(d.version[k])]);
+    if (!"FBU".includes(kind)) facts.push(["version", String(d.version[k])]);
     if ("FB".includes(kind)) {
       const updates = d.lag[k] === 1 ? "update" : "updates";
-      rows.push(["lag", d.lag[k] === null ? "unknown" : `${d.lag[k]} ${updates}`]);
+      facts.push(["lag", d.lag[k] === null ? "unknown" : `${d.lag[k]} ${updates}`]);
     }
-    rows.push(["start", time(d.start[k], d.unit)], ["duration", time(d.length[k], d.unit)]);
-    if (d.loss[k] !== null) rows.push(["loss", short(d.loss[k])]);
-    return rows;
+    facts.push(["start", time(d.start[k], d.unit)], ["duration", time(d.length[k], d.unit)]);
+    if (d.loss[k] !== null) facts.push(["loss", short(d.loss[k])]);
+    return facts;
   }
 
   /* ---------------------------------------------------------------- input */
@@ -321,21 +321,21 @@ class Timeline {
   step(along, across) {
     if (!this.count) return;
     if (this.chosen === null) {
-      this.reveal(this.byRow[0][0]);
+      this.reveal(this.byLine[0][0]);
       return;
     }
-    const place = this.data.row[this.chosen];
+    const place = this.data.line[this.chosen];
     if (along) {
-      const row = this.byRow[place];
-      const next = row[row.indexOf(this.chosen) + along];
+      const line = this.byLine[place];
+      const next = line[line.indexOf(this.chosen) + along];
       if (next !== undefined) this.reveal(next);
       return;
     }
-    const row = this.byRow[place + across];
-    if (!row) return;
+    const line = this.byLine[place + across];
+    if (!line) return;
     const start = this.data.start[this.chosen];
     const away = (k) => Math.abs(this.data.start[k] - start);
-    this.reveal(row.reduce((best, k) => (away(k) < away(best) ? k : best)));
+    this.reveal(line.reduce((best, k) => (away(k) < away(best) ? k : best)));
   }
 
   reveal(k) {
