@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.schedules.schedule import Schedule, staggered
+from offbeat.schedules.schedule import Schedule, stagger
 
 Rule = Literal["stash", "current", "recompute"]
 """Which weights a backward pass sees:
@@ -115,7 +115,7 @@ class Asynchronous(Method):
 
     def schedule(self, stages: int) -> Schedule:
         micro_batches = self.micro_batches(stages)
-        return Schedule(staggered(self.capped_depths(stages), micro_batches), micro_batches)
+        return Schedule(stagger(self.capped_depths(stages), micro_batches), micro_batches)
 
     def lags(self, stages: int) -> tuple[int, ...]:
         return tuple(-(-d // self.micro_batches(stages)) for d in self.capped_depths(stages))
@@ -133,6 +133,11 @@ def require_count(name: str, value: object, most: int | None = None) -> None:
         raise ConfigurationError(f"{name}={value}: give at most {most}.")
 
 
-def unlocked(stages: int) -> tuple[int, ...]:
+def one_way(stages: int) -> tuple[int, ...]:
+    """``K-1-k``: what keeps every stage busy if messages take no time."""
+    return tuple(stages - 1 - stage for stage in range(stages))
+
+
+def both_ways(stages: int) -> tuple[int, ...]:
     """``2(K-1-k)``: one tick per hop each way, which frees forward, backward and update."""
     return tuple(2 * (stages - 1 - stage) for stage in range(stages))
