@@ -55,9 +55,9 @@ class Method(ABC):
     def schedule(self, stages: int) -> Schedule:
         """The order of work for this many stages."""
 
-    @abstractmethod
     def lags(self, stages: int) -> tuple[int, ...]:
         """The lag per stage in updates, as the paper claims it; the schedule must read the same."""
+        return (0,) * stages
 
     def phases(self) -> Sequence[tuple["Method", int | None]]:
         """The methods to run one after the other, each with its number of updates."""

@@ -28,6 +28,3 @@ class Synchronous(Method):
 
     def schedule(self, stages: int) -> Schedule:
         return Schedule(stagger((0,) * stages))
-
-    def lags(self, stages: int) -> tuple[int, ...]:
-        return (0,) * stages
