@@ -40,9 +40,10 @@ AVERAGE = ROOT / "docs" / "add-an-averaging.md"
 REPLICAS = ROOT / "docs" / "replicas.md"
 ADD_CUT = ROOT / "docs" / "add-a-cut.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
+DESIGN = ROOT / "DESIGN.md"
 BENCHMARK = ROOT / "benchmarks" / "simulator"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
+LINKED = [*PAGES, DESIGN, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
 
 
 @dataclass(frozen=True)
@@ -472,3 +473,20 @@ def test_the_first_example_gives_the_same_bits_alone_and_in_four_processes(tmp_p
         assert "terminate called" not in done.stderr
         found[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
     assert_same_bits(found["alone"], found["four"])
+
+
+# ------------------------------------------------------------------ the design
+
+
+def test_the_design_names_files_that_exist() -> None:
+    """As ``stages/stage.py`` of the package, a file of the tests, or a path of the repository."""
+    places = [ROOT / "src" / "offbeat", ROOT / "tests", ROOT]
+    names = re.findall(r"`((?:[\w-]+/)*(?:[\w-]+\.(?:py|md|toml)|[\w-]+/))`", DESIGN.read_text())
+    assert len(names) > 60
+    missing = sorted({n for n in names if not any((place / n).exists() for place in places)})
+    assert not missing, f"DESIGN.md names {missing}"
+
+
+def test_the_design_has_every_folder_of_the_package() -> None:
+    folders = {path.parent.name for path in (ROOT / "src" / "offbeat").glob("*/__init__.py")}
+    assert not {name for name in folders if f"`{name}/`" not in DESIGN.read_text()}

@@ -53,21 +53,20 @@ def kind_of(optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> 
     stand_ins = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,))]
     for given in (parameters, stand_ins, stand_ins[:1]):
         try:
-            made = optimizer(list(given))
+            result = optimizer(list(given))
         except Exception:  # it is made for a stage, or is no function: said elsewhere
             continue
-        found = list(made) if isinstance(made, Sequence) else [made]
-        return _kind_of_all(found)
+        return _kind_of_all(list(result) if isinstance(result, Sequence) else [result])
     return "other"
 
 
-def _kind_of_all(found: Sequence[Any]) -> OptimizerKind:
-    if not found:
+def _kind_of_all(optimizers: Sequence[Any]) -> OptimizerKind:
+    if not optimizers:
         return "other"
-    if all(isinstance(o, Adam | AdamW) for o in found):
+    if all(isinstance(o, Adam | AdamW) for o in optimizers):
         return "adam"
-    if all(isinstance(o, Adam | AdamW | torch.optim.Muon) for o in found):
+    if all(isinstance(o, Adam | AdamW | torch.optim.Muon) for o in optimizers):
         return "muon"
-    groups = [group for o in found for group in o.param_groups]
+    groups = [group for o in optimizers for group in o.param_groups]
     plain = [g.get("momentum") and not g.get("nesterov") and not g.get("dampening") for g in groups]
-    return "momentum" if all(isinstance(o, SGD) for o in found) and all(plain) else "other"
+    return "momentum" if all(isinstance(o, SGD) for o in optimizers) and all(plain) else "other"

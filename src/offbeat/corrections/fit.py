@@ -36,8 +36,8 @@ class HorizonFit:
         """Compares today's weights with the oldest forecast, and adds today's to the history."""
         weights, moves = self._sample.of(self._parameters), self._sample.of(displacements)
         then = self._moves[0]
-        found = torch.stack([(weights - self._weights[0]) @ then, then @ then])
-        self._products.lerp_(found, 1 - _DECAY)
+        products = torch.stack([(weights - self._weights[0]) @ then, then @ then])
+        self._products.lerp_(products, 1 - _DECAY)
         for history, newest in ((self._weights, weights), (self._moves, moves)):
             history.copy_(torch.cat([history[1:], newest[None]]))
 

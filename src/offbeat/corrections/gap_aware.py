@@ -79,11 +79,11 @@ class Gap(Hook):
             self._shrink(group, float(rate), seen, read)
 
     def _shrink(self, group: Group, rate: float, seen: Numbers, read: Tensors) -> None:
-        found = [p for p in group.parameters if p.grad is not None]
-        gradients = [p.grad for p in found if p.grad is not None]
-        if not found:
+        with_gradient = [p for p in group.parameters if p.grad is not None]
+        gradients = [p.grad for p in with_gradient if p.grad is not None]
+        if not with_gradient:
             return
-        places = [self._places[id(p)] for p in found]
+        places = [self._places[id(p)] for p in with_gradient]
         squares = [self._squares[place] for place in places]
         torch._foreach_mul_(squares, self._decay)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - self._decay)
@@ -91,7 +91,7 @@ class Gap(Hook):
             return
         usual = torch._foreach_sqrt(torch._foreach_div(squares, [float(seen[n]) for n in places]))
         usual = torch._foreach_add(torch._foreach_mul(usual, rate), _EPS)
-        weights = [p.detach() for p in found]
+        weights = [p.detach() for p in with_gradient]
         gap = torch._foreach_abs(torch._foreach_sub(weights, [read[place] for place in places]))
         penalty = torch._foreach_add(torch._foreach_div(gap, usual), 1.0)
         decay = torch._foreach_mul(weights, group.coupled_decay)

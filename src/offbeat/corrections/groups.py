@@ -22,8 +22,8 @@ class Group:
     def __init__(self, optimizer: Optimizer, place: int) -> None:
         self._optimizer = optimizer
         self._place = place
-        found: list[nn.Parameter] = self._settings["params"]
-        self.parameters = tuple(p for p in found if p.requires_grad)
+        everything: list[nn.Parameter] = self._settings["params"]
+        self.parameters = tuple(p for p in everything if p.requires_grad)
         self.optimizer_name = type(optimizer).__name__
         self.is_sgd = isinstance(optimizer, SGD)
         self.is_adam = isinstance(optimizer, Adam | AdamW)
@@ -73,14 +73,14 @@ class Group:
 
     def gradients(self) -> tuple[tuple[nn.Parameter, ...], Tensors]:
         """The parameters that have a gradient, and what the optimizer makes of it: with decay."""
-        found = tuple(p for p in self.parameters if p.grad is not None)
-        gradients = tuple(p.grad for p in found if p.grad is not None)
-        if found and self.maximizes:
+        parameters = tuple(p for p in self.parameters if p.grad is not None)
+        gradients = tuple(p.grad for p in parameters if p.grad is not None)
+        if parameters and self.maximizes:
             gradients = torch._foreach_neg(gradients)
-        if found and self.coupled_decay:
-            decay = torch._foreach_mul(found, self.coupled_decay)
+        if parameters and self.coupled_decay:
+            decay = torch._foreach_mul(parameters, self.coupled_decay)
             gradients = torch._foreach_add(gradients, decay)
-        return found, gradients
+        return parameters, gradients
 
     def with_state(self) -> tuple[nn.Parameter, ...]:
         """The parameters that have been updated at least once."""
@@ -102,14 +102,14 @@ class Group:
         """Adam's step for these first moments, both bias corrections in it."""
         beta1, beta2 = self._settings["betas"]
         second = "max_exp_avg_sq" if self._settings.get("amsgrad") else "exp_avg_sq"
-        made = []
+        quotients = []
         for parameter, moment in zip(parameters, moments, strict=True):
             state = self._optimizer.state[parameter]
             step = state["step"].double()
             root = state[second].sqrt() / (1 - beta2**step).sqrt()
             own = moment / (1 - beta1**step) / (root + self._settings["eps"])
-            made.append(own.to(moment.dtype))  # a single number would take the step's type
-        return tuple(made)
+            quotients.append(own.to(moment.dtype))  # a single number would take the step's type
+        return tuple(quotients)
 
     def fill_state(self, parameter: nn.Parameter) -> None:
         """Sparse momentum, of a phase with sparse gradients, takes no dense ones."""

@@ -140,14 +140,14 @@ class Prediction(Hook):
         moves: list[Tensor | None] = [None] * len(self._parameters)
         for place, group in enumerate(self._groups):
             if self._by_difference[place]:
-                found = group.parameters
-                directions = tuple(self._last[self._places[id(p)]] for p in found)
+                moving = group.parameters
+                directions = tuple(self._last[self._places[id(p)]] for p in moving)
             else:
-                found = tuple(p for p in group.with_state() if moved[self._places[id(p)]])
-                directions = group.directions(found)
-            if found:
-                made = torch._foreach_mul(directions, factors[place])
-                for parameter, move in zip(found, made, strict=True):
+                moving = tuple(p for p in group.with_state() if moved[self._places[id(p)]])
+                directions = group.directions(moving)
+            if moving:
+                scaled = torch._foreach_mul(directions, factors[place])
+                for parameter, move in zip(moving, scaled, strict=True):
                     moves[self._places[id(parameter)]] = move
         return tuple(
             torch.zeros_like(p) if move is None else move

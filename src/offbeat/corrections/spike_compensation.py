@@ -57,11 +57,11 @@ class Spike(Hook):
         lag = moment.lag if self._most is None else min(moment.lag, self._most)
         if lag == 0:
             return ()
-        found: list[float | Tensor] = []
+        numbers: list[float | Tensor] = []
         for group in self._groups:
             momentum = group.momentum or 0.0
-            found += [group.lr * (1 - momentum**lag), 1 / (1 - momentum) if group.is_sgd else 1.0]
-        return found
+            numbers += [group.lr * (1 - momentum**lag), 1 / (1 - momentum) if group.is_sgd else 1.0]
+        return numbers
 
     def before_step(self, numbers: Numbers) -> None:
         # With the weight decay of the weights as they are before the step.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.errors import unknown
-from offbeat.methods.base import Asynchronous, unlocked
+from offbeat.methods.base import Asynchronous, both_ways
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ class ADL(Asynchronous):
         return self.reduction == "sum"
 
     def depths(self, stages: int) -> tuple[int, ...]:
-        return unlocked(stages)
+        return both_ways(stages)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.schedules.schedule import Schedule, staggered
+from offbeat.schedules.schedule import Schedule, stagger
 
 Rule = Literal["stash", "current", "recompute"]
 """Which weights a backward pass sees:
@@ -65,9 +65,9 @@ class Method(ABC):
     def schedule(self, stages: int) -> Schedule:
         """The order of work for this many stages."""
 
-    @abstractmethod
     def lags(self, stages: int) -> tuple[int, ...]:
         """The lag per stage in updates, as the paper claims it; the schedule must read the same."""
+        return (0,) * stages
 
     def phases(self) -> Sequence[tuple["Method", int | None]]:
         """The methods to run one after the other, each with its number of updates."""
@@ -127,7 +127,7 @@ class Asynchronous(Method):
 
     def schedule(self, stages: int) -> Schedule:
         micro_batches = self.micro_batches(stages)
-        return Schedule(staggered(self.capped_depths(stages), micro_batches), micro_batches)
+        return Schedule(stagger(self.capped_depths(stages), micro_batches), micro_batches)
 
     def lags(self, stages: int) -> tuple[int, ...]:
         return tuple(-(-d // self.micro_batches(stages)) for d in self.capped_depths(stages))
@@ -145,6 +145,11 @@ def require_count(name: str, value: object, most: int | None = None) -> None:
         raise ConfigurationError(f"{name}={value}: give at most {most}.")
 
 
-def unlocked(stages: int) -> tuple[int, ...]:
+def one_way(stages: int) -> tuple[int, ...]:
+    """``K-1-k``: what keeps every stage busy if messages take no time."""
+    return tuple(stages - 1 - stage for stage in range(stages))
+
+
+def both_ways(stages: int) -> tuple[int, ...]:
     """``2(K-1-k)``: one tick per hop each way, which frees forward, backward and update."""
     return tuple(2 * (stages - 1 - stage) for stage in range(stages))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from offbeat.methods.base import Asynchronous
+from offbeat.methods.base import Asynchronous, one_way
 from offbeat.schedules.schedule import Schedule
 
 
@@ -27,7 +27,7 @@ class DDG(Asynchronous):
     reference = "Huo et al. 2018, arXiv 1804.10574"
 
     def depths(self, stages: int) -> tuple[int, ...]:
-        return tuple(stages - 1 - stage for stage in range(stages))
+        return one_way(stages)
 
     def schedule(self, stages: int) -> Schedule:
         return replace(super().schedule(stages), lockstep=True)

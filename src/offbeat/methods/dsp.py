@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import MOST, Asynchronous, Rule, unlocked
+from offbeat.methods.base import MOST, Asynchronous, Rule, both_ways
 from offbeat.schedules.schedule import Schedule
 
 
@@ -65,11 +65,11 @@ class DSP(Asynchronous):
             if len(self.lag) != stages:
                 raise ConfigurationError(
                     f"DSP(lag={self.lag}) has {len(self.lag)} entries for {stages} stages: give one"
-                    f" per stage, for example lag={unlocked(stages)}."
+                    f" per stage, for example lag={both_ways(stages)}."
                 )
             return tuple(self.lag)
         if self.hop is None:
-            return unlocked(stages)
+            return both_ways(stages)
         hops = self._given_hops(stages)
         return tuple(2 * sum(hops[stage:]) for stage in range(stages))
 
@@ -85,12 +85,12 @@ class DSP(Asynchronous):
 
     def schedule(self, stages: int) -> Schedule:
         lag = self.capped_depths(stages)
-        both_ways = [high - low for high, low in pairwise(lag)]
+        falls = [high - low for high, low in pairwise(lag)]
         if self.hop is None:
-            hops = tuple(ticks // 2 for ticks in both_ways)
+            hops = tuple(ticks // 2 for ticks in falls)
         else:
             hops = self._given_hops(stages)
-            for stage, (hop, ticks) in enumerate(zip(hops, both_ways, strict=True)):
+            for stage, (hop, ticks) in enumerate(zip(hops, falls, strict=True)):
                 if hop > ticks:
                     raise ConfigurationError(
                         f"DSP(lag={lag}, hop={self.hop}): between stages {stage} and {stage + 1}"

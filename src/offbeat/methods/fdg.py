@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Asynchronous, unlocked
+from offbeat.methods.base import Asynchronous, both_ways
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ class FDG(Asynchronous):
         return self.beta
 
     def depths(self, stages: int) -> tuple[int, ...]:
-        return unlocked(stages)
+        return both_ways(stages)

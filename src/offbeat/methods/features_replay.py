@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from offbeat.methods.base import Asynchronous, Rule
+from offbeat.methods.base import Asynchronous, Rule, one_way
 from offbeat.schedules.schedule import Schedule
 
 
@@ -29,7 +29,7 @@ class FeaturesReplay(Asynchronous):
     backward: Rule = field(default="recompute", kw_only=True)
 
     def depths(self, stages: int) -> tuple[int, ...]:
-        return tuple(stages - 1 - stage for stage in range(stages))
+        return one_way(stages)
 
     def schedule(self, stages: int) -> Schedule:
         return replace(super().schedule(stages), lockstep=True)

@@ -36,6 +36,3 @@ class GPipe(Method):
         chunks = range(self.micro_batches)
         cycle = (*(Slot("F", i) for i in chunks), *(Slot("B", i) for i in chunks), Slot("U", 0))
         return Schedule((cycle,) * stages, self.micro_batches)
-
-    def lags(self, stages: int) -> tuple[int, ...]:
-        return (0,) * stages

@@ -42,6 +42,3 @@ class OneFOneB(Method):
                 cycle.append(Slot("B", i))
             cycles.append((*cycle, Slot("U", 0)))
         return Schedule(tuple(cycles), self.micro_batches)
-
-    def lags(self, stages: int) -> tuple[int, ...]:
-        return (0,) * stages

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offbeat.methods.base import Asynchronous
+from offbeat.methods.base import Asynchronous, one_way
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ class PipeDream(Asynchronous):
     reference = "Narayanan et al. 2019, arXiv 1806.03377"
 
     def depths(self, stages: int) -> tuple[int, ...]:
-        return tuple(stages - 1 - stage for stage in range(stages))
+        return one_way(stages)

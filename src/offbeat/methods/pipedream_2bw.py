@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Asynchronous
+from offbeat.methods.base import Asynchronous, one_way
 from offbeat.schedules.schedule import Schedule
 
 
@@ -31,7 +31,7 @@ class PipeDream2BW(Asynchronous):
     accumulate: int | None = None
 
     def depths(self, stages: int) -> tuple[int, ...]:
-        return tuple(stages - 1 - stage for stage in range(stages))
+        return one_way(stages)
 
     def schedule(self, stages: int) -> Schedule:
         micro_batches = self.micro_batches(stages)

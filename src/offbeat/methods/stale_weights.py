@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from offbeat.methods.base import Asynchronous, Rule, unlocked
+from offbeat.methods.base import Asynchronous, Rule, both_ways
 
 
 @dataclass(frozen=True)
@@ -30,4 +30,4 @@ class StaleWeights(Asynchronous):
     backward: Rule = field(default="current", kw_only=True)
 
     def depths(self, stages: int) -> tuple[int, ...]:
-        return unlocked(stages)
+        return both_ways(stages)

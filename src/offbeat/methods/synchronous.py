@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from offbeat.methods.base import Method
-from offbeat.schedules.schedule import Schedule, staggered
+from offbeat.schedules.schedule import Schedule, stagger
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,4 @@ class Synchronous(Method):
     reference = "back-propagation (BP)"
 
     def schedule(self, stages: int) -> Schedule:
-        return Schedule(staggered((0,) * stages))
-
-    def lags(self, stages: int) -> tuple[int, ...]:
-        return (0,) * stages
+        return Schedule(stagger((0,) * stages))

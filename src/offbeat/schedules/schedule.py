@@ -13,7 +13,7 @@ the step whose gradients it applies.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -54,10 +54,10 @@ class Schedule:
     def __post_init__(self) -> None:
         for stage, cycle in enumerate(self.cycles):
             for kind, count in (("F", self.micro_batches), ("B", self.micro_batches), ("U", 1)):
-                found = sum(slot.kind == kind for slot in cycle)
-                if found != count:
+                present = sum(slot.kind == kind for slot in cycle)
+                if present != count:
                     raise ScheduleError(
-                        f"stage {stage}: a cycle has {found} {kind} actions; one step of"
+                        f"stage {stage}: a cycle has {present} {kind} actions; one step of"
                         f" {self.micro_batches} micro-batches needs {count}. Got:"
                         f" {' '.join(map(str, self.row(stage, self._full_step(stage))))}"
                     )
@@ -75,7 +75,7 @@ class Schedule:
         return tuple(
             action
             for slot in self.cycles[stage]
-            if (action := _shifted(slot, stage, step, self.micro_batches)).batch >= 0
+            if (action := _shift(slot, stage, step, self.micro_batches)).batch >= 0
         )
 
     def drain(self, stage: int, steps: int) -> tuple[Action, ...]:
@@ -135,20 +135,6 @@ class Schedule:
         """Whether this is plain training: no lag anywhere and one loss for all stages."""
         return not self.local_losses and not any(self.lags)
 
-    def ticks(self, steps: int) -> Iterator[tuple[tuple[Action, ...], ...]]:
-        """Per tick, what each stage does when every hop takes the declared number of ticks.
-
-        Row ``n`` of stage ``k`` falls on tick ``n + p_0 + ... + p_(k-1)``. This is the picture
-        papers draw; real time is :mod:`offbeat.schedules.timeline`'s.
-        """
-        hops = self.hops or (0,) * (self.stages - 1)
-        starts = [sum(hops[:stage]) for stage in range(self.stages)]
-        for tick in range(steps):
-            yield tuple(
-                self.row(stage, tick - start) if tick >= start else ()
-                for stage, start in enumerate(starts)
-            )
-
     def __str__(self) -> str:
         lines = [_flags(self)] if _flags(self) else []
         for stage in range(self.stages):
@@ -173,20 +159,20 @@ class Schedule:
             micro_batches = sum(action.kind == "F" for action in actions)
             if not micro_batches:
                 raise ScheduleError(f"{line!r}: a cycle needs a forward. A stage reads: {_EXAMPLE}")
-            cycles.append(_relative(actions, micro_batches))
+            cycles.append(_cycle_of(actions, micro_batches))
         hops = re.search(r"hops ([\d ]+)", flags)
-        found = cls(
+        schedule = cls(
             cycles=tuple(cycles),
             micro_batches=micro_batches,
             hops=tuple(map(int, hops[1].split())) if hops else (),
             lockstep="lockstep" in flags,
             local_losses="local losses" in flags,
         )
-        _compare(found, lines)
-        return found
+        _compare(schedule, lines)
+        return schedule
 
 
-def staggered(depths: Sequence[int], micro_batches: int = 1) -> tuple[Cycle, ...]:
+def stagger(depths: Sequence[int], micro_batches: int = 1) -> tuple[Cycle, ...]:
     """The cycles of an asynchronous pipeline that keeps ``depths[k]`` micro-batches in flight.
 
     Stage ``k`` forwards micro-batch ``i``, then backwards ``i - depths[k]``; the update follows the
@@ -204,7 +190,7 @@ def staggered(depths: Sequence[int], micro_batches: int = 1) -> tuple[Cycle, ...
     return tuple(cycles)
 
 
-def _shifted(slot: Slot, stage: int, step: int, micro_batches: int) -> Action:
+def _shift(slot: Slot, stage: int, step: int, micro_batches: int) -> Action:
     if slot.kind == "U":
         return Action(stage, "U", step + slot.offset)
     version = None if slot.version is None else max(0, step + slot.version)
@@ -216,7 +202,7 @@ def _steps_behind(slot: Slot, micro_batches: int) -> int:
     return max(behind, -(slot.version or 0))
 
 
-def _relative(actions: Sequence[Action], micro_batches: int) -> Cycle:
+def _cycle_of(actions: Sequence[Action], micro_batches: int) -> Cycle:
     """A cycle from its spelled-out first whole repetition."""
     step = min(action.batch for action in actions if action.kind == "F") // max(1, micro_batches)
     return tuple(
@@ -242,10 +228,10 @@ _EXAMPLE = "'stage 0: fill 0F0 | cycle 0F1 0B0 0U0 | drain 0B1 0U1', with '-' fo
 
 
 def _part(line: str, name: Literal["fill", "cycle", "drain"]) -> str:
-    found = re.search(rf"\b{name}\b([^|]*)", line)
-    if found is None:
+    part = re.search(rf"\b{name}\b([^|]*)", line)
+    if part is None:
         raise ScheduleError(f"{line!r} has no {name!r} part. A stage reads: {_EXAMPLE}")
-    return found[1].strip().strip("-")
+    return part[1].strip().strip("-")
 
 
 def _compare(schedule: Schedule, lines: Sequence[str]) -> None:

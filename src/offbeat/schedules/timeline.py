@@ -124,7 +124,7 @@ def timeline(
         )
     costs = costs or Costs()
     schedule = method.schedule(stages)
-    cost = _action_cost(schedule, method, costs)
+    cost = _ActionCost(schedule, method, costs)
     # The steady state is the slope between two runs that are both longer than the fill.
     more = max(4, -(-4 * stages // schedule.micro_batches))
     short = 2 * schedule.fill_steps + more
@@ -173,7 +173,7 @@ def measured_timeline(ledger: Ledger) -> Timeline:
     )
 
 
-class _action_cost:
+class _ActionCost:
     """Cost of an action: its stage's share of a batch, recomputation where the rule needs it."""
 
     def __init__(self, schedule: Schedule, method: Method, costs: Costs) -> None:
