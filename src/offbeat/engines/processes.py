@@ -9,8 +9,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, fields
-from datetime import timedelta
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from math import ceil
 from typing import Any, NoReturn
 from zlib import crc32
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from offbeat.averaging import Averaging
 from offbeat.averaging.sharding import is_sharded, shards_of
@@ -29,13 +27,11 @@ from offbeat.elastic.door import (
     RESTARTS,
     Admission,
     Door,
-    Link,
     knock,
     return_number,
     returns_of,
-    root_store,
 )
-from offbeat.elastic.survivors import Survivors
+from offbeat.elastic.survivors import Survivors, connect_replicas
 from offbeat.engines.board import LOST, NOTICED_S, Board, Notes
 from offbeat.engines.checks import checksum_of
 from offbeat.engines.evaluation import Evaluation, Score
@@ -44,9 +40,11 @@ from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.records.ledger import Ledger
 from offbeat.stages.memory import StageMemory
-from offbeat.transport import shared
+from offbeat.transport import Pair, connect, world
 from offbeat.transport.base import Key
-from offbeat.transport.gloo import FOREVER, Edges
+from offbeat.transport.gloo import Collectives
+from offbeat.transport.mailbox import Mailbox
+from offbeat.transport.world import root_store
 
 
 def processes_launched() -> bool:
@@ -69,10 +67,14 @@ class Processes:
         timeout_s: float,
         *,
         outlive: bool = False,
+        links: Sequence[str] | None = None,
     ) -> None:
-        """``outlive``: a replica that dies does not end the others."""
+        """``outlive``: a replica that dies does not end the others.
+
+        ``links``: the kinds of link that may join a row, by name; all by default.
+        """
         if not dist.is_initialized():
-            _join(timedelta(seconds=timeout_s))
+            world.join(timeout_s)
         _leave_at_exit()
         self._device = device
         self.timeout_s = timeout_s
@@ -88,26 +90,18 @@ class Processes:
         """The last step at which a replica came back."""
         if self.returning:
             _check_return(dist.get_world_size(), stages, outlive)
-        # Every process makes every group, in the same order: that is how groups find each other.
         # The world of a replica that has come back is its own row.
         there = range(1 if self.returning else replicas)
         rows = [list(range(r * stages, (r + 1) * stages)) for r in there]
         own = 0 if self.returning else self.replica
-        new_group = partial(_new_group, timeout_s=timeout_s)
-        patient_group = partial(_patient_group, timeout_s=timeout_s)
-        self._everyone = new_group(range(dist.get_world_size()))
-        row_groups = [new_group(row) for row in rows] if len(rows) > 1 else [self._everyone]
+        self._everyone = world.new_group(range(dist.get_world_size()), timeout_s)
+        row_groups = [self._everyone]
+        columns: list[Any] = [None] * stages
+        if len(rows) > 1:
+            row_groups = [world.new_group(row, timeout_s) for row in rows]
+            columns = [world.patient_group(ranks, timeout_s) for ranks in zip(*rows, strict=True)]
         self._row_group = row_groups[own]
-        columns = [
-            patient_group(column) if len(rows) > 1 else None for column in zip(*rows, strict=True)
-        ]
         self._peers = columns[self.stage]
-        edges = {
-            (r, here, there): patient_group(sorted((row[here], row[there])))
-            for r, row in enumerate(rows)
-            for k in range(stages - 1)
-            for here, there in ((k, k + 1), (k + 1, k))
-        }
         # Whose ledgers and the like are put together: whoever cannot die without this process.
         self._ranks = [self.replica * stages + stage for stage in range(stages)]
         self._company = self._ranks if outlive else list(range(self.size))
@@ -116,7 +110,7 @@ class Processes:
         life = self.replica + replicas * again if again else None
         row = stages if outlive else None
         self._board = Board(self.rank, self.size, name, timeout_s, row, life)
-        # Before groups that only some would make.
+        # Before connections that only some would make.
         self.agree(
             {
                 "when_replica_dies": (
@@ -125,25 +119,28 @@ class Processes:
                 )
             }
         )
-        pairs = {
-            (k, here, there): patient_group(sorted((here * stages + k, there * stages + k)))
-            for k in range(stages if outlive and not self.returning else 0)
-            for here, there in itertools.permutations(range(replicas), 2)
-        }
-        self.transport = Edges(
+        store = PrefixStore(f"offbeat-links/{name}", world.default_store())
+        row_store = PrefixStore(f"row-{self.replica}", store)
+        self.transport = Mailbox(
             self.stage,
             self._ranks,
-            {(here, there): edge for (r, here, there), edge in edges.items() if r == own},
-            self._peers,
+            connect(self.stage, self.exchange_in_row, row_store, device, timeout_s, links),
             device=device,
             timeout_s=timeout_s,
-            pids=self._neighbours_here(),
             stalled=self._board.everyone_waits_for,
         )
         self._door: Door | None = None
         if outlive and not self.returning:
-            links = {(a, b): pair for (k, a, b), pair in pairs.items() if k == self.stage}
-            self._go_on_among(links, self.replica)
+            pairs = connect_replicas(self.replica, self.stage, replicas, store, timeout_s)
+            self._go_on_among(pairs, self.replica)
+        elif self._peers is not None:
+            transport = self.transport
+            self.transport.peers = Collectives(
+                self._peers,
+                device,
+                transport.put,
+                lambda error: transport.lose("another replica of this stage", None, error),
+            )
         self._board.watch(self.transport)
         self._notes = self._board.notes()
         self._meetings = 0
@@ -152,13 +149,13 @@ class Processes:
         weakref.finalize(self, _say_goodbye, self._board, self.transport)
 
     def _go_on_among(
-        self, links: dict[tuple[int, int], Any], life: int, members: Sequence[int] | None = None
+        self, pairs: dict[int, Pair], life: int, members: Sequence[int] | None = None
     ) -> Survivors:
-        survivors = self.transport.survivors = Survivors(
+        survivors = self.transport.peers = Survivors(
             self.stage,
             life,
             range(self.stage, self.size, self.stages),
-            links,
+            pairs,
             device=self._device,
             deliver=self.transport.put,
             declare_dead=self._board.declare_dead,
@@ -196,21 +193,10 @@ class Processes:
         ranks = torch.arange(self.size).view(self.replicas, self.stages)
         peers = (
             self._peers
-            or [_new_group([rank], self.timeout_s) for rank in range(self.size)][self.rank]
+            or [world.new_group([rank], self.timeout_s) for rank in range(self.size)][self.rank]
         )
         groups = [peers, self._row_group]
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replica", "stage"))
-
-    def _neighbours_here(self) -> dict[int, int]:
-        """Process numbers of the neighbours that share memory with this process, by stage."""
-        addresses = self.exchange_in_row("address", shared.address())
-        seen = [shared.reachable(addresses[self.stage], theirs) for theirs in addresses]
-        seen_by = self.exchange_in_row("seen", seen)
-        return {
-            stage: addresses[stage]["pid"]
-            for stage in range(self.stages)
-            if abs(stage - self.stage) == 1 and seen[stage] and seen_by[stage][self.stage]
-        }
 
     # ---------------------------------------------------------------- agreeing
 
@@ -423,25 +409,23 @@ class Processes:
 
     # ---------------------------------------------------------------- coming back
 
-    def admission(self, step: int) -> tuple[Admission, Link] | None:
+    def admission(self, step: int) -> tuple[Admission, Pair] | None:
         """Whom to let in before this step, if anybody."""
         return None if self._door is None else self._door.admission(step)
 
-    def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
+    def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
         """Gives what a replica that has come back needs to go on with the others."""
-        assert self.transport.survivors is not None
+        assert isinstance(self.transport.peers, Survivors)
         self.joined_at = admission.step
-        self.transport.survivors.admit(admission, link, gift)
+        self.transport.peers.admit(admission, pair, gift)
 
     def join(self) -> list[Tensor]:
         """Of a replica that has come back: waits to be let in; returns the others' gifts."""
         number, store = return_number(), returns_of(root_store())
         failure = lambda: self.transport.failure  # noqa: E731
-        admission, links = knock(
+        admission, pairs = knock(
             store, number, self.rank, self.stages, self.replicas, failure, self.timeout_s
         )
-        pairs = {(admission.life, other): link.outgoing for other, link in links.items()}
-        pairs |= {(other, admission.life): link.incoming for other, link in links.items()}
         survivors = self._go_on_among(pairs, admission.life, admission.members)
         deadline = time.monotonic() + self.timeout_s
         while (gifts := survivors.gifts()) is None:
@@ -490,11 +474,11 @@ class Processes:
         self.transport.fail(WorkerLost("this process failed earlier."))
 
 
-_OPEN: list[tuple[Board, Edges]] = []
+_OPEN: list[tuple[Board, Mailbox]] = []
 """Whose threads must have ended before the interpreter does."""
 
 
-def _say_goodbye(board: Board, edges: Edges) -> None:
+def _say_goodbye(board: Board, edges: Mailbox) -> None:
     board.stop()
     edges.close()
 
@@ -534,35 +518,6 @@ def _check_return(world: int, stages: int, outlive: bool) -> None:
         )
 
 
-def _join(timeout: timedelta) -> None:
-    """Joins the others; after a restart by torchrun without what the last attempt left behind.
-
-    Its store outlives an attempt, and gloo would connect to addresses of processes that are gone.
-    """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt == 0:
-        dist.init_process_group("gloo", timeout=timeout)
-        return
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    fresh = PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
-
-
-def _new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A group in which no wait is longer than this, that for its other processes included."""
-    timeout = timedelta(seconds=timeout_s)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-    return group
-
-
-def _patient_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A group that is connected within this time; later the waits in it may be of any length."""
-    group = _new_group(ranks, timeout_s)
-    if dist.get_rank() in ranks:
-        dist.distributed_c10d._set_pg_timeout(FOREVER, group)
-    return group
-
-
 @cache
 def _leave_at_exit() -> None:
     atexit.register(_leave)
@@ -585,7 +540,7 @@ def _leave() -> None:
         board.join()
         if not edges.close(wait_s=600.0):
             _end_at_once(0)  # others take longer than that, and need nothing from this one
-    dist.destroy_process_group()
+    world.leave()
 
 
 def _end_at_once(code: int) -> NoReturn:
