@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offbeat import nest
 from offbeat.engines.worker import Worker, run_in_turn
 from offbeat.records.ledger import Event, Ledger
-from offbeat.stages.lanes import Instant, Lane, current_stream, marked
-from offbeat.transport.base import Key
-from offbeat.transport.memory import Memory
+from offbeat.stages.lanes import Instant, Lane, marked
+from offbeat.transport.lanes import LaneMemory
 
 _QUEUES = 8
 """How many streams a GPU keeps apart unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
@@ -67,25 +65,6 @@ class Streams:
         finally:
             for lane in lanes:
                 lane.wait_for_caller()
-
-
-class LaneMemory(Memory):
-    """Messages between lanes: a reference, and the instant from which it may be read."""
-
-    def send(self, key: Key, message: Any) -> None:
-        super().send(key, (message, current_stream().record_event()))
-
-    def receive(self, key: Key) -> Any:
-        message, ready = super().receive(key)
-        stream = current_stream()
-        stream.wait_event(ready)
-        for tensor in nest.tensors(message):
-            if not hasattr(tensor, "awaits"):  # memory of a slot is never given back
-                tensor.record_stream(stream)
-        return message
-
-    def waiting(self, stage: int) -> dict[Key, Any]:
-        return {key: message for key, (message, _) in super().waiting(stage).items()}
 
 
 class _Late(NamedTuple):
