@@ -98,7 +98,9 @@ def trainer_with(
 def rows_now(trainer: offbeat.Trainer) -> list[Tensor]:
     """The weights of every replica, as one row each."""
     return [
-        torch.cat([row_of(w.stage.module) for w in trainer._workers if w.stage.replica == replica])
+        torch.cat(
+            [row_of(w.stage.module) for w in trainer._engine.workers if w.stage.replica == replica]
+        )
         for replica in range(trainer.replicas)
     ]
 
@@ -262,7 +264,7 @@ def test_published_vectors(averaging: Averaging) -> None:
     trainer = offbeat.Trainer(
         Point(), loss=half_square, optimizer=OPTIMIZERS["sgd"], replicas=2, averaging=averaging
     )
-    trainer._workers[1].stage.parameters[0].data.fill_(1.0)  # the vectors start from (0, 1)
+    trainer._engine.workers[1].stage.parameters[0].data.fill_(1.0)  # the vectors start from (0, 1)
     history = history_of(trainer, [(torch.tensor([[1.0], [3.0]]).double(), torch.zeros(2))] * 9)
     for k, wanted in zip((4, 5, 8, 9), VECTORS[averaging], strict=True):
         assert [row.item() for row in history[k - 1]] == pytest.approx(wanted, abs=1e-8)
@@ -317,7 +319,7 @@ def test_progress_per_round_and_shrinking_disagreement() -> None:
             averaging=averaging,
         )
         x, y = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2)
-        trainer._workers[1].stage.parameters[0].data.fill_(1.0)
+        trainer._engine.workers[1].stage.parameters[0].data.fill_(1.0)
         history = history_of(trainer, [(x, y)] * (3 * every + delay))
         first, second = history[every + delay - 1], history[2 * every + delay - 1]
         moved = float(torch.cat(second).mean() - torch.cat(first).mean())
@@ -448,7 +450,7 @@ def test_every_stage_counts_its_own_updates(method: Method, progress: float | No
         return lambda: (update(), merge_by_hand(stage, replica))  # type: ignore[func-returns-value]
 
     for replica, trainer in enumerate(alone):
-        for worker in trainer._workers:
+        for worker in trainer._engine.workers:
             stage = worker.stage
             stage.update = merging_after(stage.update, stage, replica)  # type: ignore[method-assign]
     for n, (x, y) in enumerate(batches):
@@ -481,7 +483,7 @@ def run(averaging: Averaging, steps: int = 9, **settings: Any) -> offbeat.Traine
 
 
 def moments(trainer: offbeat.Trainer, replica: int, name: str) -> list[Tensor]:
-    (optimizer,) = trainer._workers[replica].stage.optimizers
+    (optimizer,) = trainer._engine.workers[replica].stage.optimizers
     return [state[name] for state in optimizer.state.values() if name in state]
 
 
@@ -596,7 +598,9 @@ def test_what_an_optimizer_will_keep_is_known_before_its_first_step(optimizer: A
     batches = batches_for(2, 4)
     numbers = torch.get_rng_state()
     trainer.step(*spoilt(batches[0], slice(ROWS)))
-    sent = [len(fragment._moments_sent[1]) for w in trainer._workers for fragment in fragments(w)]
+    sent = [
+        len(fragment._moments_sent[1]) for w in trainer._engine.workers for fragment in fragments(w)
+    ]
     assert sent[0] == sent[1]
     assert torch.equal(numbers, torch.get_rng_state())
     for batch in batches[1:]:
@@ -769,7 +773,7 @@ def test_statistics_stay_local_and_are_averaged_for_export() -> None:
     for trainer in trainers.values():
         for x, y in batches:
             trainer.step(x, y)
-    own = [w.stage.module.state_dict() for w in trainers["average"]._workers]
+    own = [w.stage.module.state_dict() for w in trainers["average"]._engine.workers]
     name = "1.running_mean"
     assert not torch.equal(own[0][name], own[1][name])
     mean = (own[0][name] + own[1][name]) / 2

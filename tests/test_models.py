@@ -47,8 +47,8 @@ def test_a_trunk_is_cut_like_the_same_layers_in_a_list(method: Method) -> None:
     assert ours.cuts == (1, 3)
     twin = copy.deepcopy(model)
     by_hand = trained(jobs.HandCut(twin).stages(), batches, method)  # type: ignore[arg-type]
-    theirs = [p for worker in by_hand._workers for p in worker.stage.parameters]
-    mine = [p for worker in ours._workers for p in worker.stage.parameters]
+    theirs = [p for worker in by_hand._engine.workers for p in worker.stage.parameters]
+    mine = [p for worker in ours._engine.workers for p in worker.stage.parameters]
     assert len(mine) == len(theirs) == len(list(model.parameters()))
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other)
@@ -60,7 +60,7 @@ def test_stages_balance_by_themselves_and_use_the_longest_list() -> None:
     ours = trained(jobs.tower(), jobs.tower_batches(), StaleWeights(), stages=3)
     assert ours.cuts is not None
     assert len(ours.cuts) == 2
-    assert [len(worker.stage.parameters) > 0 for worker in ours._workers] == [True] * 3
+    assert [len(worker.stage.parameters) > 0 for worker in ours._engine.workers] == [True] * 3
 
 
 def test_the_first_forward_is_that_of_the_whole_model_and_touches_nothing() -> None:
@@ -725,7 +725,7 @@ class Drops(Tower):
 def test_dropout_at_both_ends_is_drawn_where_it_counts(modules: int, replicas: int) -> None:
     batches = vector_batches(2, dtype=torch.float32)
     found = trained(Drops(modules), batches, StaleWeights(), stages=2, replicas=replicas)
-    for worker in found._workers:
+    for worker in found._engine.workers:
         seen = [m for m in worker.stage.module.modules() if isinstance(m, nn.Dropout)]
         output = worker.stage.module.frame.late(torch.ones(64))  # type: ignore[operator, union-attr]
         assert len(seen) == modules
@@ -851,7 +851,7 @@ def test_a_traced_model_trains_and_loads_back(method: Method) -> None:
     batches = images()
     trainer = trained(Branches(), batches, method, cuts=["first", "second"])
     assert trainer.cuts == ("first", "second")
-    assert [len(worker.stage.parameters) for worker in trainer._workers] == [4, 2, 4]
+    assert [len(worker.stage.parameters) for worker in trainer._engine.workers] == [4, 2, 4]
     whole = Branches()
     whole.load_state_dict(trainer.state_dict())
     whole.eval()

@@ -47,7 +47,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
         stages=3,
         balance="measured",
     )
-    trainer._build(x)
+    trainer._pipeline.build(x)
     assert_same_bits(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())

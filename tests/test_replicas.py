@@ -151,7 +151,9 @@ def test_a_replica_that_dies_ends_the_run_with_words() -> None:
 def test_what_is_frozen_later_is_frozen_in_every_replica(averaging: Averaging) -> None:
     network, batches = jobs.job_of("dropout")
     trainer = trainer_for(network, cuts=[3], replicas=2, averaging=averaging)
-    first = [worker.stage.module[0] for worker in trainer._workers if worker.stage.index == 0]  # type: ignore[index]
+    first = [
+        worker.stage.module[0] for worker in trainer._engine.workers if worker.stage.index == 0
+    ]  # type: ignore[index]
     for x, y in batches[:2]:
         trainer.step(x, y)
     assert len(first) == 2

@@ -267,7 +267,7 @@ def train(case: Case, engine: Any) -> dict[str, Any]:
         "state": {name: value.cpu() for name, value in trainer.state_dict().items()},
         "unrecorded": [
             worker.stage.index
-            for worker in trainer._workers
+            for worker in trainer._engine.workers
             if isinstance(worker.stage, GraphStage) and not worker.stage._records
         ],
         "seconds": time.perf_counter() - start,

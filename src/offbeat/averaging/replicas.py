@@ -17,7 +17,7 @@ class Replicas:
     def __init__(self, count: int, averaging: Averaging | None) -> None:
         self.count = count
         self.averaging = averaging
-        self._asked = 0
+        self.asked = 0
 
     def settle(self, workers: Sequence[Worker]) -> None:
         """Sets every replica to the mean of all, in place of any average still under way."""
@@ -58,8 +58,8 @@ class Replicas:
         self, workers: Sequence[Worker], tensors: Sequence[Sequence[Tensor]]
     ) -> list[list[tuple[Tensor, ...]]]:
         """Per worker and tensor the values in all replicas."""
-        self._asked += 1
-        keys = [Key("export", worker.stage.index, self._asked) for worker in workers]
+        self.asked += 1
+        keys = [Key("export", worker.stage.index, self.asked) for worker in workers]
         for worker, key, own in zip(workers, keys, tensors, strict=True):
             worker.transport.gather(key, [tensor.detach().clone() for tensor in own])
         gathered = [

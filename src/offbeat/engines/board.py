@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.elastic.door import RESTARTS
 from offbeat.errors import WorkerLost
-from offbeat.transport.mailbox import Mailbox
 from offbeat.transport.groups import default_store, root_store
+from offbeat.transport.mailbox import Mailbox
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002

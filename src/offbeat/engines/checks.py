@@ -155,9 +155,9 @@ def checked_scheduler(scheduler: SchedulerFactory | None) -> SchedulerFactory | 
     return scheduler
 
 
-def warn_of_one_stage(method: Method, stages: int, asked: bool) -> None:
+def warn_of_one_stage(method: Method, stages: int) -> None:
     """Staleness needs stages: without any, an asynchronous method is plain training."""
-    if stages == 1 and not asked and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
+    if stages == 1 and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
         warnings.warn(
             f"{method.title} over one stage is plain training: say how many stages, as in stages=4"
             " (stages=1 if you mean one).",
@@ -339,23 +339,6 @@ def checksum_of(values: Nest) -> int:
         flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
         checksum = crc32(flat.view(torch.uint8).numpy().data, checksum)
     return checksum
-
-
-def chosen_engine(engine: str | None, launched: bool) -> str:
-    """The engine asked for, or the one the script was started for."""
-    if engine not in (None, "serial", "processes", "streams"):
-        raise unknown("engine", engine, ("serial", "processes", "streams"))
-    if engine == "streams" and launched:
-        raise ConfigurationError(
-            "engine='streams' runs all stages in one process, and torchrun has started several:"
-            " start the script with python, or leave out engine."
-        )
-    if engine == "processes" and not launched:
-        raise ConfigurationError(
-            "engine='processes' needs one process per stage: start the script with"
-            " torchrun --nproc-per-node K, or use offbeat.launch."
-        )
-    return engine or ("processes" if launched else "serial")
 
 
 def check_streams(

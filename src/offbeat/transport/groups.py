@@ -1,21 +1,38 @@
-"""The processes of a run as torch.distributed knows them: joining, groups, the launcher's store."""
+"""The processes of a run as torch.distributed knows them: joining, groups, stores, leaving."""
 
 import os
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat.transport.gloo import FOREVER
 
 
-def join(timeout_s: float) -> None:
-    """Joins the others; after a restart by torchrun without what the last attempt left behind.
+def are_joined() -> bool:
+    """Whether this process has joined others."""
+    return dist.is_available() and dist.is_initialized()
 
-    Its store outlives an attempt, and gloo would connect to addresses of processes that are gone.
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def join(timeout_s: float) -> None:
+    """Joins the others, unless that has been done already.
+
+    After a restart by torchrun without what the last attempt left behind: its store outlives an
+    attempt, and gloo would connect to addresses of processes that are gone.
     """
+    if are_joined():
+        return
     timeout = timedelta(seconds=timeout_s)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0:
@@ -48,7 +65,12 @@ def root_store() -> Store:
     return store
 
 
-def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+def store_of(group: dist.ProcessGroup) -> Store:
+    """Where the processes of a group find each other: of this group alone."""
+    return PrefixStore(f"offbeat-links/{group.group_name}", default_store())
+
+
+def new(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
     """A group in which no wait is longer than this, that for its other processes included.
 
     Every process makes every group, in the same order: that is how groups find each other.
@@ -58,9 +80,14 @@ def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def patient_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+def new_patient(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
     """A group that is connected within this time; later the waits in it may be of any length."""
-    group = new_group(ranks, timeout_s)
+    group = new(ranks, timeout_s)
     if dist.get_rank() in ranks:
         dist.distributed_c10d._set_pg_timeout(FOREVER, group)
     return group
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:
+    """Gives a tensor of the group's member ``source`` to all members."""
+    dist.broadcast(tensor, group=group, group_src=source)

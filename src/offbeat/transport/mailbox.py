@@ -48,7 +48,7 @@ class Mailbox:
         self._senders: dict[int, Sender] = {}
         self._receivers: list[Receiver] = []
         for other, (outgoing, incoming) in neighbours.items():
-            broke = partial(self.lose, f"rank {ranks[other]}", ranks[other])
+            broke = partial(self._lose, f"rank {ranks[other]}", ranks[other])
             name = str(ranks[other])
             self._senders[other] = Sender(outgoing, name, broke)
             self._receivers.append(Receiver(incoming, name, self._deliver, broke))
@@ -144,8 +144,11 @@ class Mailbox:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def lose(self, whom: str, rank: int | None, error: Exception) -> None:
-        """A connection broke. ``rank``: to which one, where it is known."""
+    def lose_peers(self, error: Exception) -> None:
+        """The connection to the other replicas broke."""
+        self._lose("another replica of this stage", None, error)
+
+    def _lose(self, whom: str, rank: int | None, error: Exception) -> None:
         if self._closing:
             return
         if isinstance(error, OffbeatError):

@@ -1,0 +1,91 @@
+"""The processes that a launcher started: whether there are enough, and how they end together."""
+
+import atexit
+import os
+import sys
+import traceback
+from functools import cache
+from typing import NoReturn
+
+from offbeat.elastic.door import return_number
+from offbeat.engines.board import Board
+from offbeat.errors import ConfigurationError, WorkerLost
+from offbeat.transport import groups
+from offbeat.transport.mailbox import Mailbox
+
+
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun started more than one process."""
+    if return_number():
+        return True
+    if groups.are_joined():
+        return groups.size() > 1
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+OPEN: list[tuple[Board, Mailbox]] = []
+"""Whose threads must have ended before the interpreter does."""
+
+
+def say_goodbye(board: Board, edges: Mailbox) -> None:
+    board.stop()
+    edges.close()
+
+
+def check_size(size: int, stages: int, replicas: int) -> None:
+    if size == stages * replicas:
+        return
+    if replicas == 1:
+        raise ConfigurationError(
+            f"the model has {stages} stages and the launcher started {size} processes: one"
+            f" stage runs in each. Start {stages} (torchrun --nproc-per-node {stages} ...), cut the"
+            f" model into {size} (stages={size}), or train replicas of it (replicas=...)."
+        )
+    raise ConfigurationError(
+        f"replicas={replicas} times {stages} {'stage' if stages == 1 else 'stages'} need"
+        f" {replicas * stages} processes, and the launcher started {size}. Start"
+        f" {replicas * stages} (torchrun --nproc-per-node {replicas * stages} on one machine)."
+    )
+
+
+def check_return(world: int, stages: int, outlive: bool) -> None:
+    if world != stages or not outlive or OPEN:
+        raise ConfigurationError(
+            "this process takes the place of one that died, so its script must do what that one's"
+            " did: the first trainer is the one that is joined, with as many stages as before and"
+            " when_replica_dies='go on'."
+        )
+
+
+@cache
+def leave_at_exit() -> None:
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Ends the process group: after the others are done too, or at once when something failed."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and not isinstance(error, WorkerLost):
+        for board, _ in OPEN:
+            board.report("".join(traceback.format_exception(error)))
+    failures = [edges.failure for _, edges in OPEN if edges.failure is not None]
+    if error is None and failures:  # the script was done before it could hear of it
+        print(f"{type(failures[0]).__name__}: {failures[0]}", file=sys.stderr)
+    if error is not None or failures:
+        _end_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
+    for board, edges in OPEN:
+        say_goodbye(board, edges)
+    for board, edges in OPEN:
+        board.join()
+        if not edges.close(wait_s=600.0):
+            _end_at_once(0)  # others take longer than that, and need nothing from this one
+    groups.leave()
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Threads may still wait inside gloo for processes that are ending too. Letting the interpreter
+    shut down around them aborts with a core dump instead of an exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
