@@ -397,13 +397,13 @@ def send_a_damaged_message() -> None:
     import os
     from unittest import mock
 
-    from offbeat.transport import gloo as edges
+    from offbeat.transport import link
     from offbeat.transport.wire import Parcel
 
     network, batches = job_of("cnn")
     trainer = trainer_for(network, stages=2, timeout=50.0)
     trainer.step(*batches[0])
-    damage = mock.patch.object(edges, "pack", return_value=Parcel(b'{"key": 1}', []))
+    damage = mock.patch.object(link, "pack", return_value=Parcel(b'{"key": 1}', []))
     if os.environ["RANK"] == "0":
         damage.start()
     trainer.step(*batches[1])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -24,11 +23,12 @@ import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, vector_batches
 from offbeat.averaging import LocalSGD
 from offbeat.elastic import door as joining
-from offbeat.elastic.door import Admission, Door, Link, returns_of
+from offbeat.elastic.door import Admission, Door, returns_of
 from offbeat.elastic.survivors import Survivors
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.rng import seed_for
-from test_survivors import Network, left_behind
+from offbeat.transport.link import Pair
+from test_survivors import Network, left_behind, pairs_of
 
 pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
 
@@ -139,11 +139,10 @@ class Returning(Network):
     def agree(self) -> None:
         """All who are left have noticed the death: the note is written."""
         self.members = sorted(self.alive)
-        links: Any = {pair: pair for pair in permutations([*self.members, NEWCOMER], 2)}
         for member in self.members:
             self.links.setdefault((member, NEWCOMER), [])
         self.newcomer = Survivors(
-            0, NEWCOMER, range(4), links,
+            0, NEWCOMER, range(4), pairs_of(NEWCOMER, self.members),
             device=torch.device("cpu"),
             deliver=partial(self._delivered, NEWCOMER),
             declare_dead=lambda _: None,
@@ -155,8 +154,8 @@ class Returning(Network):
     def admit(self, replica: int) -> None:
         self.admitted.add(replica)
         admission = Admission(NEWCOMER, JOINS, self.members)
-        link = Link((replica, NEWCOMER), (NEWCOMER, replica))
-        self.stages[replica].admit(admission, link, torch.ones(1))
+        pair = pairs_of(replica, [NEWCOMER])[NEWCOMER]
+        self.stages[replica].admit(admission, pair, torch.ones(1))
 
     def choices(self, rounds: int, ahead: int) -> list[Any]:
         found = self.deliveries()
@@ -209,7 +208,7 @@ def test_all_agree_on_every_average_around_a_return(
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Replica 1 of three is back and connected with 0 and 2; of these 2 has promised nothing."""
-    monkeypatch.setattr(joining, "_connect", lambda *_, **__: Link(None, None))
+    monkeypatch.setattr(joining, "_connect", lambda *_, **__: Pair(None, None))
     made = HashStore()
     for name, value in {"who": "1", "here/0": "yes", "stands/2": "yes"}.items():
         returns_of(made).set(f"1/{name}", value)

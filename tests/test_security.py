@@ -121,9 +121,12 @@ def test_a_sound_message_arrives() -> None:
         header(key=["activation", 1]),
         header(key=["activation", "1", 0, 0]),
         header(key=["__class__", 1, 0, 0]),
-        header(nest=3),
         header(nest={"x": 1}),
-        header(nest={"t": 9}),
+        header(nest={"tensor": 9}),
+        header(nest={"tuple": 1, "dict": []}),
+        header(nest={"dict": [[[1], 2]]}),
+        header(nest={"numpy": ["|O", "00" * 8]}),
+        header(nest={"device": "/etc/passwd"}),
         header(tensors__0__dtype="load"),
         header(tensors__0__dtype="hub"),
         header(tensors__0__dtype=3),
@@ -134,29 +137,29 @@ def test_a_sound_message_arrives() -> None:
         header(tensors__0__grad="no"),
         header(tensors__0__inline="zz"),
         header(tensors__0__inline="00"),
-        header(tensors__0__file="../../../../etc/passwd"),
-        header(tensors__0__file=10_000),
+        header(tensors__0__place="../../../../etc/passwd"),
+        header(tensors__0__place=10_000),
     ],
     ids=repr,
 )
 def test_another_message_is_refused_with_words(raw: bytes) -> None:
     with pytest.raises((WorkerLost, OSError)) as caught:
-        Arrival(raw, Window(pid=1 << 30)).message(torch.device("cpu"))
+        Arrival(raw, Window(pid=1 << 30).look).message()
     if caught.type is WorkerLost:
         assert "a message that is not this library's arrived" in str(caught.value)
 
 
 def test_names_in_a_message_reach_no_file_and_no_function() -> None:
-    own = Window(os.getpid())
+    own = Window(os.getpid()).look
     with pytest.raises(WorkerLost, match=r"file '../cmdline' is not in shared memory"):
-        Arrival(header(tensors__0__file="../cmdline"), own)
+        Arrival(header(tensors__0__place="../cmdline"), own)
     with pytest.raises(WorkerLost, match="'load' is no type of tensor"):
         Arrival(header(tensors__0__dtype="load"), own)
 
 
 def test_shared_memory_is_not_looked_for_where_there_is_none() -> None:
-    with pytest.raises(WorkerLost, match="file 3 is not in shared memory"):
-        Arrival(header(tensors__0__file=3), None)
+    with pytest.raises(WorkerLost, match="nobody knows the place 3"):
+        Arrival(header(tensors__0__place=3))
 
 
 def test_a_damaged_message_ends_the_run_and_hangs_nobody() -> None:

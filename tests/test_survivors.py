@@ -8,8 +8,8 @@ import os
 import random
 import re
 import subprocess
+from collections.abc import Iterable
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,8 @@ from offbeat.elastic.survivors import Survivors
 from offbeat.errors import ConfigurationError
 from offbeat.rng import seed_for
 from offbeat.transport.base import Gathered, Key
-from offbeat.transport.wire import Arrival
+from offbeat.transport.link import Pair
+from offbeat.transport.wire import Arrival, pack
 
 pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
 
@@ -142,6 +143,11 @@ def test_an_error_in_one_replica_ends_that_one_alone() -> None:
 # ------------------------------------------------------------------------- agreement, simulated
 
 
+def pairs_of(replica: int, everyone: Iterable[int]) -> dict[int, Any]:
+    """In place of links the names of both ends."""
+    return {other: Pair((replica, other), (other, replica)) for other in everyone}  # type: ignore[arg-type]
+
+
 class Network:
     """Replicas of one stage over links that deliver in order, one message at a time, or die."""
 
@@ -153,12 +159,11 @@ class Network:
         self.alive = set(range(replicas))
         self.averages: list[dict[int, list[float]]] = [{} for _ in range(replicas)]
         self.started = [0] * replicas
-        monkeypatch.setattr(survivors, "Outgoing", self._outgoing)
-        monkeypatch.setattr(survivors, "Incoming", self._incoming)
-        links: Any = {pair: pair for pair in permutations(range(replicas), 2)}
+        monkeypatch.setattr(survivors, "Sender", self._sender)
+        monkeypatch.setattr(survivors, "Receiver", self._receiver)
         self.stages = [
             Survivors(
-                0, replica, range(replicas), links,
+                0, replica, range(replicas), pairs_of(replica, range(replicas)),
                 device=torch.device("cpu"),
                 deliver=partial(self._delivered, replica),
                 declare_dead=lambda _: None,
@@ -166,11 +171,15 @@ class Network:
             for replica in range(replicas)
         ]  # fmt: skip
 
-    def _outgoing(self, _rank: int, link: tuple[int, int], _lost: Any) -> Any:
+    def _sender(self, link: Any, _name: str, _lost: Any) -> Any:
         sent = self.links.setdefault(link, [])
-        return SimpleNamespace(parcels=SimpleNamespace(put=sent.append), start=lambda: None)
 
-    def _incoming(self, _rank: int, link: Any, _window: None, arrived: Any, lost: Any) -> Any:
+        def put(key: Key, message: Any) -> None:
+            sent.append(pack(key, message))
+
+        return SimpleNamespace(put=put, start=lambda: None)
+
+    def _receiver(self, link: Any, _name: str, arrived: Any, lost: Any) -> Any:
         self.arrived[link], self.lost[link] = arrived, lost
         return SimpleNamespace(start=lambda: None)
 
@@ -209,7 +218,7 @@ class Network:
         found: list[Any] = []
         for link, sent in self.links.items():
             if sent and link[1] in self.alive and link in self.lost:
-                broken = partial(self.lost[link], link[0], RuntimeError("closed"))
+                broken = partial(self.lost[link], OSError("closed"))
                 found.append(partial(self.carry, link) if sent[0] else lambda s=sent, b=broken: (
                     s.pop(0), b()
                 ))  # fmt: skip

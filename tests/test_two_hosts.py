@@ -23,7 +23,7 @@ import torch
 
 import offbeat
 from helpers import assert_same_bits
-from offbeat.transport.wire import HEADER_BYTES
+from offbeat.transport.gloo import HEADER_BYTES
 
 PORT = 29400
 """Any port will do: nobody else lives in these namespaces."""

@@ -1,9 +1,16 @@
-"""Nests: what may travel between stages: tensors in tuples, lists, dicts, with None and values."""
+"""Nests: what may travel between stages: tensors in tuples, lists, dicts, with None and values.
 
-from collections.abc import Callable
+Messages and checkpoints write a nest in the same words, which JSON can hold: ``to_words`` and
+``from_words``. Where the bytes of the tensors are is for each of them to say.
+"""
+
+from base64 import b64decode, b64encode
+from collections import Counter
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,3 +70,101 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+# ------------------------------------------------------------------------- in words
+
+
+class NoWords(TypeError):
+    """This has no words, and leaving it out would lose it. Says what it is."""
+
+
+def to_words(nest: Nest, number: Callable[[Tensor], int]) -> Any:
+    """JSON for a nest. ``number`` takes every tensor and says how the words are to call it.
+
+    What comes back from these words has the same values and the same types.
+    """
+    kind = type(nest)
+    if nest is None or kind in (bool, int, float, str):
+        return nest
+    if isinstance(nest, Tensor):
+        return {"tensor": number(_plain(nest))}
+    if kind is list:
+        return [to_words(part, number) for part in nest]
+    if kind in (tuple, torch.Size):
+        name = "tuple" if kind is tuple else "size"
+        return {name: [to_words(part, number) for part in nest]}
+    if kind in (dict, Counter):
+        name = "dict" if kind is dict else "counter"
+        pairs = nest.items()
+        return {name: [[to_words(key, number), to_words(part, number)] for key, part in pairs]}
+    if kind is bytes:
+        return {"bytes": b64encode(nest).decode()}
+    if kind is complex:
+        return {"complex": [nest.real, nest.imag]}
+    if isinstance(nest, np.number | np.bool_):
+        return {"numpy": [nest.dtype.str, nest.tobytes().hex()]}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(nest)}
+    if kind is torch.device:
+        return {"device": str(nest)}
+    raise NoWords(f"a {_type_name(nest)}")
+
+
+def from_words(words: Any, tensors: Sequence[Tensor]) -> Nest:
+    """The nest again, with tensors by their numbers; raises where these are no such words."""
+    if isinstance(words, list):
+        return [from_words(part, tensors) for part in words]
+    if not isinstance(words, dict):
+        return words
+    ((kind, inner),) = words.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind in ("tuple", "size"):
+        parts = (from_words(part, tensors) for part in inner)
+        return tuple(parts) if kind == "tuple" else torch.Size(parts)
+    if kind in ("dict", "counter"):
+        pairs = {from_words(key, tensors): from_words(part, tensors) for key, part in inner}
+        return pairs if kind == "dict" else Counter(pairs)
+    if kind == "bytes":
+        return b64decode(inner)
+    if kind == "complex":
+        return complex(*inner)
+    if kind == "numpy":
+        return np.frombuffer(bytes.fromhex(inner[1]), np.dtype(inner[0]))[0]
+    if kind == "dtype":
+        return dtype_named(inner)
+    if kind == "device":
+        return torch.device(inner)
+    raise ValueError(f"{kind!r} is no part of a nest")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor as bytes in memory show it."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise NoWords(f"a tensor of layout {tensor.layout}")
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
+        raise NoWords(f"a tensor of type {_type_name(tensor)} on {tensor.device}")
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensor")
+    return dtype
+
+
+def view(memory: Tensor, dtype: str, size: list[int], stride: list[int], offset: int = 0) -> Tensor:
+    """A tensor over bytes in memory."""
+    kind = dtype_named(dtype)
+    whole = memory[: len(memory) // kind.itemsize * kind.itemsize].view(kind)
+    return whole.as_strided(size, stride, offset)

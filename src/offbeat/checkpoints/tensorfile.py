@@ -15,8 +15,6 @@ import json
 import mmap
 import os
 import struct
-from base64 import b64decode, b64encode
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat import nest
 from offbeat.errors import CheckpointError
 
 _LENGTH = struct.Struct("<Q")
@@ -127,7 +126,7 @@ def read(path: Path) -> Any:
     with path.open("rb") as file:
         try:
             return _read(file, path.stat().st_size)
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error):
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, struct.error):
             raise CheckpointError(
                 f"{path} is not a file of offbeat's, or it is damaged: use another checkpoint."
             ) from None
@@ -148,7 +147,8 @@ def _read(file: BinaryIO, size: int) -> Any:
         raise ValueError("the header would be longer than the file")
     header = json.loads(file.read(length))
     words = json.loads(header.pop("__metadata__")["value"])
-    return _value(words, [_read_stretch(file, entry) for entry in header.values()])
+    stretches = [_read_stretch(file, entry) for entry in header.values()]
+    return nest.from_words(words["value"], [_tensor(view, stretches) for view in words["views"]])
 
 
 def _read_stretch(file: BinaryIO, entry: dict[str, Any]) -> Tensor:
@@ -161,7 +161,20 @@ def _read_stretch(file: BinaryIO, entry: dict[str, Any]) -> Tensor:
 
 def _packed(value: Any) -> tuple[bytes, list[Tensor]]:
     tensors: list[Tensor] = []
-    words = _words(value, tensors)
+
+    def numbered(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    try:
+        words = nest.to_words(value, numbered)
+    except nest.NoWords as error:
+        raise CheckpointError(
+            f"{error} cannot be stored in a checkpoint, which holds dense tensors, numbers, strings"
+            " and None in tuples, lists and dicts. If it is in flight between stages, or an"
+            " optimizer keeps it for sparse gradients, save with drain=True; if it is the data's"
+            " position, give data= plain values."
+        ) from None
     stretches = _stretches_of(tensors)
     views = [_view(tensor, stretches) for tensor in tensors]
     entries: dict[str, Any] = {
@@ -185,78 +198,6 @@ def _chunks(header: bytes, stretches: list[Tensor]) -> Iterator[bytes | memoryvi
         memory = memoryview(stretch.cpu().numpy().data)
         for start in range(0, len(memory), _CHUNK_BYTES):
             yield memory[start : start + _CHUNK_BYTES]
-
-
-# ------------------------------------------------------------------------- values in words
-
-
-def _words(part: Any, tensors: list[Tensor]) -> Any:
-    """JSON for a value; a tensor is its number in ``tensors``."""
-    if part is None or isinstance(part, bool | int | float | str):
-        return part
-    if isinstance(part, Tensor):
-        tensors.append(_plain(part))
-        return {"tensor": len(tensors) - 1}
-    if isinstance(part, list):
-        return [_words(item, tensors) for item in part]
-    if type(part) in (tuple, torch.Size):
-        return {"tuple": [_words(item, tensors) for item in part]}
-    if type(part) in (dict, Counter):
-        kind = "dict" if type(part) is dict else "counter"
-        return {kind: [[_words(k, tensors), _words(v, tensors)] for k, v in part.items()]}
-    if isinstance(part, bytes):
-        return {"bytes": b64encode(part).decode()}
-    if isinstance(part, complex):
-        return {"complex": [part.real, part.imag]}
-    if isinstance(part, torch.dtype):
-        return {"dtype": str(part).removeprefix("torch.")}
-    if isinstance(part, torch.device):
-        return {"device": str(part)}
-    raise CheckpointError(
-        f"a {type(part).__module__}.{type(part).__qualname__} cannot be stored in a checkpoint,"
-        " which holds tensors, numbers, strings and None in tuples, lists and dicts. If it travels"
-        " between stages, save with drain=True; if it is the data's position, give data= plain"
-        " values."
-    )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(
-            f"a tensor of layout {tensor.layout} cannot be stored in a checkpoint, which holds"
-            " dense ones only. If it is in flight, or an optimizer keeps it for sparse gradients,"
-            " save with drain=True; if it is the data's position, give data= plain values."
-        )
-    return tensor.resolve_conj().resolve_neg()
-
-
-def _value(words: Any, stretches: list[Tensor]) -> Any:
-    tensors = [_tensor(view, stretches) for view in words["views"]]
-
-    def value(part: Any) -> Any:
-        if isinstance(part, list):
-            return [value(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        ((kind, inner),) = part.items()
-        if kind == "tensor":
-            return tensors[inner]
-        if kind == "tuple":
-            return tuple(value(item) for item in inner)
-        if kind in ("dict", "counter"):
-            found = {value(k): value(v) for k, v in inner}
-            return found if kind == "dict" else Counter(found)
-        if kind == "bytes":
-            return b64decode(inner)
-        if kind == "complex":
-            return complex(*inner)
-        if kind == "device":
-            return torch.device(inner)
-        if kind == "dtype":
-            return _dtype(inner)
-        raise ValueError(kind)
-
-    return value(words["value"])
 
 
 # ------------------------------------------------------------------------- tensors as views
@@ -317,21 +258,11 @@ def _view(tensor: Tensor, stretches: list[_Stretch]) -> list[Any]:
     assert stretch.storage == place
     assert stretch.begin <= begin <= end <= stretch.end
     offset = tensor.storage_offset() - stretch.begin // tensor.itemsize
-    dtype = str(tensor.dtype).removeprefix("torch.")
     size, stride = list(tensor.size()), list(tensor.stride())
+    dtype = nest.dtype_name(tensor.dtype)
     return [stretch.number, dtype, size, stride, offset, tensor.requires_grad]
 
 
 def _tensor(view: list[Any], stretches: list[Tensor]) -> Tensor:
-    number, name, size, stride, offset, grad = view
-    dtype, stretch = _dtype(name), stretches[number]
-    whole = stretch[: len(stretch) // dtype.itemsize * dtype.itemsize].view(dtype)
-    seen: Tensor = whole.as_strided(size, stride, offset)
-    return seen.requires_grad_(grad)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(name)
-    return found
+    number, dtype, size, stride, offset, grad = view
+    return nest.view(stretches[number], dtype, size, stride, offset).requires_grad_(grad)

@@ -22,13 +22,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.errors import OffbeatError, WorkerLost
+from offbeat.transport.gloo import open_gloo_pair
+from offbeat.transport.link import Pair
 
 RETURN, STAGES, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_STAGES", "OFFBEAT_RESTARTS"
 """What the launcher tells its children: which return this is, of how many stages; may others."""
@@ -43,24 +43,9 @@ def returns_of(root: Store) -> Store:
     return PrefixStore("offbeat-returns", root)
 
 
-def root_store() -> Store:
-    """The launcher's own store, below all prefixes."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 def return_number() -> int:
     """Which return of a replica this process belongs to; 0 if it was there from the beginning."""
     return int(os.environ.get(RETURN, "0"))
-
-
-class Link(NamedTuple):
-    """The connections with one replica: from this process, and to it."""
-
-    outgoing: Any
-    incoming: Any
 
 
 class Admission(NamedTuple):
@@ -72,18 +57,11 @@ class Admission(NamedTuple):
     """The lives of those who let it in."""
 
 
-def _connect(store: Store, number: int, stage: int, survivor: int, *, returning: bool) -> Link:
-    """Two groups of two, which need nobody else; both sides must be about to make them."""
-    groups = [
-        dist.ProcessGroupGloo(
-            PrefixStore(f"{number}/pair/{stage}/{survivor}/{direction}", store.clone()),  # type: ignore[attr-defined]
-            int(returning),
-            2,
-            timedelta(seconds=_CONNECTING_S),
-        )
-        for direction in ("to the returning", "from it")
-    ]
-    return Link(*(reversed(groups) if returning else groups))
+def _connect(store: Store, number: int, stage: int, survivor: int, *, returning: bool) -> Pair:
+    """Needs nobody but the two, who must both be about to do this."""
+    meeting = PrefixStore(f"{number}/pair/{stage}/{survivor}", store.clone())  # type: ignore[attr-defined]
+    whom = f"replica {survivor}" if returning else "the one that has come back"
+    return open_gloo_pair(meeting, _CONNECTING_S, whom, first=not returning)
 
 
 class Door(threading.Thread):
@@ -117,12 +95,12 @@ class Door(threading.Thread):
         self._changed = threading.Condition()
         self._step = 0
         self._promised: int | None = None
-        self._admission: tuple[Admission, Link] | None = None
+        self._admission: tuple[Admission, Pair] | None = None
         self._connecting: list[threading.Thread] = []
 
     # ---------------------------------------------------------------- asked by the trainer
 
-    def admission(self, step: int) -> tuple[Admission, Link] | None:
+    def admission(self, step: int) -> tuple[Admission, Pair] | None:
         """Called before every step: whom to let in now. Waits only if a promise demands it."""
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
@@ -166,7 +144,7 @@ class Door(threading.Thread):
             for thread in self._connecting:  # inside gloo, which must not outlive the interpreter
                 thread.join()
 
-    def _welcome(self, number: int) -> tuple[Admission, Link] | None:
+    def _welcome(self, number: int) -> tuple[Admission, Pair] | None:
         """Everything up to the note; None if the return came to nothing."""
         who, note = f"{number}/who", f"{number}/note"
         self._wait(lambda: self._there(who))
@@ -183,8 +161,8 @@ class Door(threading.Thread):
         ):
             return None
         self._store.set(f"{number}/meets/{self._rank}", "yes")
-        link = self._connected(number, stage, own)
-        if link is None:  # it died meanwhile; without us there is no note but "void"
+        pair = self._connected(number, stage, own)
+        if pair is None:  # it died meanwhile; without us there is no note but "void"
             self._wait(lambda: self._there(note))
             return None
         self._store.set(f"{number}/stands/{self._rank}", "yes")
@@ -201,24 +179,24 @@ class Door(threading.Thread):
         words = json.loads(self._store.get(note))
         if words == VOID:
             return None
-        return Admission(replica + self._replicas * number, *words), link
+        return Admission(replica + self._replicas * number, *words), pair
 
-    def _connected(self, number: int, stage: int, own: int) -> Link | None:
+    def _connected(self, number: int, stage: int, own: int) -> Pair | None:
         """The connections with a returning replica; None once it has died.
 
         Made by a thread, because gloo would wait long for one that died, and so would the next.
         """
-        links: list[Link] = []
+        pairs: list[Pair] = []
 
         def connect() -> None:
             with suppress(RuntimeError):
-                links.append(_connect(self._store, number, stage, own, returning=False))
+                pairs.append(_connect(self._store, number, stage, own, returning=False))
 
         thread = threading.Thread(target=connect, daemon=True, name="offbeat-connecting")
         self._connecting.append(thread)
         thread.start()
         self._wait(lambda: not thread.is_alive() or self._there(f"{number}/note"))
-        return links[0] if links else None
+        return pairs[0] if pairs else None
 
     def _all(self, name: str, returning: int) -> list[int] | None:
         """The ranks of all who live, if each has left such a note."""
@@ -252,25 +230,18 @@ def knock(
     replicas: int,
     failure: Callable[[], OffbeatError | None],
     timeout_s: float,
-) -> tuple[Admission, dict[int, Link]]:
+) -> tuple[Admission, dict[int, Pair]]:
     """A returning process asks to be let in; returns when, by whom, and its connections by life."""
     replica, stage = divmod(rank, stages)
     note = f"{number}/note"
-    links: dict[int, Link] = {}
+    pairs: dict[int, Pair] = {}
     store.set(f"{number}/here/{stage}", "yes")
     deadline = time.monotonic() + timeout_s
     while not store.check([note]):
         for other in range(replicas):
             met = store.check([f"{number}/meets/{other * stages + stage}"])
-            if other != replica and other not in links and met:
-                try:
-                    links[other] = _connect(store, number, stage, other, returning=True)
-                except RuntimeError as error:
-                    reason = str(error).splitlines()[0]
-                    raise WorkerLost(
-                        f"replica {replica} has come back and could not connect with replica"
-                        f" {other} ({reason})."
-                    ) from error
+            if other != replica and other not in pairs and met:
+                pairs[other] = _connect(store, number, stage, other, returning=True)
         if (ended := failure()) is not None:
             raise ended
         if time.monotonic() > deadline:
@@ -286,4 +257,4 @@ def knock(
             " others are done with the run."
         )
     admission = Admission(replica + replicas * number, *words)
-    return admission, {life: links[life % replicas] for life in admission.members}
+    return admission, {life: pairs[life % replicas] for life in admission.members}

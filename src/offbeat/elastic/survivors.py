@@ -12,23 +12,41 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.elastic.door import Admission, Link
+from offbeat.elastic.door import Admission
 from offbeat.transport.base import Gathered, Key
-from offbeat.transport.gloo import Incoming, Outgoing
-from offbeat.transport.wire import Arrival, Parcel, pack
+from offbeat.transport.gloo import open_gloo_pair
+from offbeat.transport.link import Pair, Receiver, Sender
+from offbeat.transport.wire import Arrival
 
 log = logging.getLogger("offbeat")
 
 _KEPT = 2
 """Finished averages of one kind whose parts are kept: nobody is further behind than that."""
+
+
+def connect_replicas(
+    replica: int, stage: int, replicas: int, store: Store, timeout_s: float
+) -> dict[int, Pair]:
+    """The links of a stage with the same stage of all other replicas.
+
+    Over gloo, because what a replica has sent must arrive even if it dies meanwhile: memory of its
+    own would be gone.
+    """
+    pairs = {}
+    for other in range(replicas):  # in this order nobody waits for one who waits for another
+        if other != replica:
+            low, high = sorted((replica, other))
+            edge = PrefixStore(f"stage-{stage}/{low}-{high}", store)
+            first = replica == low
+            pairs[other] = open_gloo_pair(edge, timeout_s, f"replica {other}", first=first)
+    return pairs
 
 
 class Survivors:
@@ -39,14 +57,14 @@ class Survivors:
         stage: int,
         replica: int,
         ranks: Sequence[int],
-        groups: dict[tuple[int, int], dist.ProcessGroup],
+        pairs: Mapping[int, Pair],
         *,
         device: torch.device,
         deliver: Callable[[Key, Gathered], None],
         declare_dead: Callable[[int], None],
         members: Sequence[int] | None = None,
     ) -> None:
-        """``ranks``: of this stage in every replica. ``groups``: by (sender, receiver).
+        """``ranks``: of this stage in every replica. ``pairs``: the links with each of the others.
 
         ``members``: whom a replica that has come back joins; it and they are named by their lives
         (see :mod:`offbeat.elastic.door`), which at the beginning are the replicas' numbers.
@@ -71,35 +89,36 @@ class Survivors:
         """Threads that end when this is closed."""
         self.welcomes: dict[int, Tensor] = {}
         """What the others have given to this replica, if it has come back."""
-        self._out: dict[int, Outgoing] = {}
-        self._in: dict[int, Incoming] = {}
+        self._senders: dict[int, Sender] = {}
+        self._receivers: list[Receiver] = []
         for other in self._others():
-            self._connect(other, groups[replica, other], groups[other, replica])
+            self._connect(other, pairs[other])
 
-    def _connect(self, other: int, outgoing: Any, incoming: Any) -> None:
+    def _connect(self, other: int, pair: Pair) -> None:
         lost, arrived = partial(self._lost, other), partial(self._arrived, other)
-        rank = self._ranks[other % len(self._ranks)]
-        self._out[other] = Outgoing(rank, outgoing, lost)
-        self._in[other] = Incoming(rank, incoming, None, arrived, lost)
-        self._out[other].start()
-        self._in[other].start()
+        name = str(self._ranks[other % len(self._ranks)])
+        self._senders[other] = Sender(pair.outgoing, name, lost)
+        self._receivers.append(Receiver(pair.incoming, name, arrived, lost))
+        self._senders[other].start()
+        self._receivers[-1].start()
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return [*self._out.values(), *self._in.values(), *self.helpers]
+        return [*self._senders.values(), *self._receivers, *self.helpers]
 
     def _others(self) -> list[int]:
         return sorted(self._left - {self._replica})
 
     # ---------------------------------------------------------------- averages
 
-    def gather(self, key: Key, parts: Sequence[Tensor]) -> None:
+    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:  # noqa: ARG002
+        # All parts, also where a sum would do: some of them may have to be left out.
         rows = [part.detach().cpu().contiguous() for part in parts]
         with self._lock:
             self._sent_s[key] = time.perf_counter()
             self._parts[key][self._replica] = rows
             for other in self._others():
-                self._out[other].parcels.put(pack(key, rows))
+                self._senders[other].put(key, rows)
             self._complete(key)
 
     def _complete(self, key: Key) -> None:
@@ -120,7 +139,7 @@ class Survivors:
 
     # ---------------------------------------------------------------- losses
 
-    def _lost(self, replica: int, _peer: int, error: RuntimeError | OSError) -> None:
+    def _lost(self, replica: int, error: Exception) -> None:
         with self._lock:
             if self.closing or replica in self._dead:
                 return
@@ -135,9 +154,8 @@ class Survivors:
                 str(error).splitlines()[0],
                 self._names(),
             )
-            obituary = self._obituary()
             for other in self._others():
-                self._out[other].parcels.put(obituary)
+                self._send_obituary(other)
             self._complete_all()
 
     def _names(self) -> str:
@@ -145,10 +163,7 @@ class Survivors:
             str(replica) for replica in sorted(r % len(self._ranks) for r in self._left)
         )
 
-    def _obituary(self) -> Parcel:
-        return pack(Key("obituary", self._stage, len(self._dead)), self._estate())
-
-    def _estate(self) -> dict[str, Any]:
+    def _send_obituary(self, other: int) -> None:
         """Who is dead, and all that is held of them."""
         held = [
             [list(key), replica, parts]
@@ -156,10 +171,11 @@ class Survivors:
             for replica, parts in found.items()
             if replica in self._dead
         ]
-        return {"dead": sorted(self._dead), "held": held}
+        estate = {"dead": sorted(self._dead), "held": held}
+        self._senders[other].put(Key("obituary", self._stage, len(self._dead)), estate)
 
     def _arrived(self, sender: int, arrival: Arrival) -> None:
-        message = arrival.message(torch.device("cpu"))
+        message = arrival.message()
         with self._lock:
             if arrival.key.what == "welcome":
                 self.welcomes[sender] = message
@@ -178,18 +194,17 @@ class Survivors:
 
     # ---------------------------------------------------------------- returns
 
-    def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
+    def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
         """Lets in a replica that has come back; from now on averages wait for its part."""
         with self._lock:
             # All who are left have agreed on these members: earlier deaths are settled.
             self._dead &= set(admission.members)
             self._left.add(admission.life)
             self._heard[admission.life] = set()
-            self._connect(admission.life, link.outgoing, link.incoming)
-            parcels = self._out[admission.life].parcels
-            parcels.put(pack(Key("welcome", self._stage, admission.step), gift))
+            self._connect(admission.life, pair)
+            self._senders[admission.life].put(Key("welcome", self._stage, admission.step), gift)
             if self._dead:
-                parcels.put(self._obituary())
+                self._send_obituary(admission.life)
             self.say_who_is_back(admission)
 
     def say_who_is_back(self, admission: Admission) -> None:
@@ -217,5 +232,5 @@ class Survivors:
         with self._lock:
             if not self.closing:
                 self.closing = True
-                for outgoing in self._out.values():
-                    outgoing.parcels.put(None)
+                for sender in self._senders.values():
+                    sender.say_goodbye()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.cutting.cut import Cut
-from offbeat.elastic.door import Admission, Link
+from offbeat.elastic.door import Admission
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup
@@ -23,6 +23,7 @@ from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.stages.lanes import Lanes
 from offbeat.stages.memory import StageMemory
+from offbeat.transport import Pair
 from offbeat.transport.base import Transport
 
 
@@ -199,12 +200,12 @@ class Engine(ABC):
     returning = False
     """Whether this process's replica has come back and has not joined the others yet."""
 
-    def admission(self, step: int) -> tuple[Admission, Link] | None:
+    def admission(self, step: int) -> tuple[Admission, Pair] | None:
         """Whom to let in before this step, if anybody."""
         del step
         return None
 
-    def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
+    def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
         """Gives what a replica that has come back needs to go on with the others."""
         raise NotImplementedError
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.elastic.door import RESTARTS, root_store
+from offbeat.elastic.door import RESTARTS
 from offbeat.errors import WorkerLost
-from offbeat.transport.gloo import Edges
+from offbeat.transport.groups import default_store, root_store
+from offbeat.transport.mailbox import Mailbox
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002
@@ -103,7 +103,7 @@ class Board:
 
         ``life``: of a replica that has come back (see :mod:`offbeat.elastic.door`).
         """
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         if RESTARTS in os.environ:  # the default store of a replica that came back is its own
             store = root_store()
         self._store = PrefixStore(f"offbeat/{name}", store)
@@ -117,7 +117,7 @@ class Board:
         self._again = "" if life is None else f"/{life}"
         self._counts: dict[str, int] = {}
         self._stop = threading.Event()
-        self._edges: Edges | None = None
+        self._edges: Mailbox | None = None
         self.stop_at: int | None = None
         """The step after which somebody asked all processes to stop."""
 
@@ -213,7 +213,7 @@ class Board:
         """Only the first request counts; the others read it within moments."""
         self._store.compare_set("stop", "", str(step))
 
-    def watch(self, edges: Edges) -> None:
+    def watch(self, edges: Mailbox) -> None:
         self._edges = edges
         self._thread = threading.Thread(target=self._watch, daemon=True, name="offbeat-board")
         self._thread.start()

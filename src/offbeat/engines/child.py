@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from offbeat.elastic.door import STAGES, return_number
 from offbeat.errors import WorkerLost
+from offbeat.transport import groups
 
 
 def main() -> None:
@@ -31,9 +31,9 @@ def main() -> None:
             # Nobody waits for it at init_process_group: only its replica's own processes do.
             stages = int(os.environ[STAGES])
             fresh = PrefixStore(f"return-{number}", store)
-            dist.init_process_group("gloo", store=fresh, rank=rank % stages, world_size=stages)
+            groups.join_at(fresh, rank % stages, stages)
         else:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            groups.join_at(store, rank, size)
     function, args = _call(folder / "call")
     error: BaseException | None = None
     value = None

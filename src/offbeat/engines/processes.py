@@ -7,14 +7,14 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from math import ceil
 from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.averaging.sharding import is_sharded, shards_of
@@ -23,13 +23,11 @@ from offbeat.elastic.door import (
     RESTARTS,
     Admission,
     Door,
-    Link,
     knock,
     return_number,
     returns_of,
-    root_store,
 )
-from offbeat.elastic.survivors import Survivors
+from offbeat.elastic.survivors import Survivors, connect_replicas
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, Notes
 from offbeat.engines.checks import checksum_of
@@ -40,10 +38,7 @@ from offbeat.engines.world import (
     OPEN,
     check_return,
     check_size,
-    join,
     leave_at_exit,
-    new_group,
-    patient_group,
     say_goodbye,
 )
 from offbeat.errors import BatchError, ConfigurationError, WorkerLost
@@ -52,9 +47,10 @@ from offbeat.nest import Nest
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
-from offbeat.transport import shared
+from offbeat.transport import Pair, connect, groups
 from offbeat.transport.base import Key
-from offbeat.transport.gloo import Edges
+from offbeat.transport.gloo import Collectives
+from offbeat.transport.mailbox import Mailbox
 
 
 class Processes(Engine):
@@ -70,41 +66,38 @@ class Processes(Engine):
         timeout_s: float,
         *,
         outlive: bool = False,
+        links: Sequence[str] | None = None,
     ) -> None:
-        """``outlive``: a replica that dies does not end the others."""
-        if not dist.is_initialized():
-            join(timeout_s)
+        """``outlive``: a replica that dies does not end the others.
+
+        ``links``: the kinds of link that may join a row, by name; all by default.
+        """
+        groups.join(timeout_s)
         leave_at_exit()
         self._device = device
         self.timeout_s = timeout_s
         again = return_number()
-        rank = int(os.environ["RANK"]) if again else dist.get_rank()
-        self._size = int(os.environ["WORLD_SIZE"]) if again else dist.get_world_size()
+        rank = int(os.environ["RANK"]) if again else groups.rank()
+        self._size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
         check_size(self._size, stages, replicas)
         super().__init__(Placement.one_each(stages, replicas, rank))
         self.replica, self.stage = divmod(rank, stages)
         self.stages, self.replicas = stages, replicas
         self.returning = again > 0
         if self.returning:
-            check_return(dist.get_world_size(), stages, outlive)
-        # Every process makes every group, in the same order: that is how groups find each other.
+            check_return(groups.size(), stages, outlive)
         # The world of a replica that has come back is its own row.
         there = range(1 if self.returning else replicas)
         rows = [list(range(r * stages, (r + 1) * stages)) for r in there]
         own = 0 if self.returning else self.replica
-        group = partial(new_group, timeout_s=timeout_s)
-        patient = partial(patient_group, timeout_s=timeout_s)
-        self._everyone = group(range(dist.get_world_size()))
-        row_groups = [group(row) for row in rows] if len(rows) > 1 else [self._everyone]
+        self._everyone = groups.new(range(groups.size()), timeout_s)
+        row_groups = [self._everyone]
+        columns: list[Any] = [None] * stages
+        if len(rows) > 1:
+            row_groups = [groups.new(row, timeout_s) for row in rows]
+            columns = [groups.new_patient(ranks, timeout_s) for ranks in zip(*rows, strict=True)]
         self._row_group = row_groups[own]
-        columns = [patient(column) if len(rows) > 1 else None for column in zip(*rows, strict=True)]
         self._peers = columns[self.stage]
-        edges = {
-            (r, here, there): patient(sorted((row[here], row[there])))
-            for r, row in enumerate(rows)
-            for k in range(stages - 1)
-            for here, there in ((k, k + 1), (k + 1, k))
-        }
         # Whose ledgers and the like are put together: whoever cannot die without this process.
         self._ranks = [self.replica * stages + stage for stage in range(stages)]
         self._company = self._ranks if outlive else list(range(self.size))
@@ -113,7 +106,7 @@ class Processes(Engine):
         life = self.replica + replicas * again if again else None
         row = stages if outlive else None
         self._board = Board(self.rank, self.size, name, timeout_s, row, life)
-        # Before groups that only some would make.
+        # Before connections that only some would make.
         self._compare(
             {
                 "when_replica_dies": (
@@ -122,26 +115,9 @@ class Processes(Engine):
                 )
             }
         )
-        pairs = {
-            (k, here, there): patient(sorted((here * stages + k, there * stages + k)))
-            for k in range(stages if outlive and not self.returning else 0)
-            for here, there in itertools.permutations(range(replicas), 2)
-        }
-        self.transport = Edges(
-            self.stage,
-            self._ranks,
-            {(here, there): edge for (r, here, there), edge in edges.items() if r == own},
-            self._peers,
-            device=device,
-            timeout_s=timeout_s,
-            pids=self._neighbours_here(),
-            stalled=self._board.everyone_waits_for,
-        )
-        self.transports = {self.replica: self.transport}
         self.door: Door | None = None
-        if outlive and not self.returning:
-            links = {(a, b): pair for (k, a, b), pair in pairs.items() if k == self.stage}
-            self._go_on_among(links, self.replica)
+        self.transport = self._mailbox(groups.store_of(self._everyone), links, outlive)
+        self.transports = {self.replica: self.transport}
         self._board.watch(self.transport)
         self._notes = self._board.notes()
         self._meetings = 0
@@ -149,32 +125,54 @@ class Processes(Engine):
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, say_goodbye, self._board, self.transport)
 
+    def _mailbox(self, store: Store, kinds: Sequence[str] | None, outlive: bool) -> Mailbox:
+        """``store``: where this trainer's links find each other."""
+        row = PrefixStore(f"row-{self.replica}", store)
+        device, timeout_s = self._device, self.timeout_s
+        mailbox = Mailbox(
+            self.stage,
+            self._ranks,
+            connect(self.stage, self.share_in_row, row, device, timeout_s, kinds),
+            device=device,
+            timeout_s=timeout_s,
+            stalled=self._board.everyone_waits_for,
+        )
+        if outlive and not self.returning:
+            pairs = connect_replicas(self.replica, self.stage, self.replicas, store, timeout_s)
+            self._go_on_among(mailbox, pairs, self.replica)
+        elif self._peers is not None:
+            mailbox.peers = Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
+        return mailbox
+
     def _go_on_among(
-        self, links: dict[tuple[int, int], Any], life: int, members: Sequence[int] | None = None
+        self,
+        mailbox: Mailbox,
+        pairs: dict[int, Pair],
+        life: int,
+        members: Sequence[int] | None = None,
     ) -> Survivors:
-        survivors = self.transport.survivors = Survivors(
+        survivors = mailbox.peers = Survivors(
             self.stage,
             life,
             range(self.stage, self.size, self.stages),
-            links,
+            pairs,
             device=self._device,
-            deliver=self.transport.put,
+            deliver=mailbox.put,
             declare_dead=self._board.declare_dead,
             members=members,
         )
         if RESTARTS in os.environ:
-            returns_of(root_store()).set("stages", str(self.stages))
+            returns_of(groups.root_store()).set("stages", str(self.stages))
             there = range(self.replicas) if members is None else [*members, life]
-            transport = self.transport  # a thread must not keep a trainer that is dropped
             self.door = Door(
-                root_store(),
+                groups.root_store(),
                 self.rank,
                 self.stages,
                 self.replicas,
                 lost=survivors.has_lost,
                 dead=self._board.is_dead,
                 closed=lambda: survivors.closing,
-                failure=lambda: transport.failure,
+                failure=lambda: mailbox.failure,  # a thread must not keep a trainer that is dropped
                 lives={one % self.replicas: one for one in there},
                 after=return_number(),
                 timeout_s=self.timeout_s,
@@ -208,21 +206,10 @@ class Processes(Engine):
         ranks = torch.arange(self.size).view(self.replicas, self.stages)
         peers = (
             self._peers
-            or [new_group([rank], self.timeout_s) for rank in range(self.size)][self.rank]
+            or [groups.new([rank], self.timeout_s) for rank in range(self.size)][self.rank]
         )
         groups = [peers, self._row_group]
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replica", "stage"))
-
-    def _neighbours_here(self) -> dict[int, int]:
-        """Process numbers of the neighbours that share memory with this process, by stage."""
-        addresses = self.share_in_row("address", shared.address())
-        seen = [shared.reachable(addresses[self.stage], theirs) for theirs in addresses]
-        seen_by = self.share_in_row("seen", seen)
-        return {
-            stage: addresses[stage]["pid"]
-            for stage in range(self.stages)
-            if abs(stage - self.stage) == 1 and seen[stage] and seen_by[stage][self.stage]
-        }
 
     # ---------------------------------------------------------------- agreeing
 
@@ -371,7 +358,7 @@ class Processes(Engine):
         """One stage's tensors, in its whole row; elsewhere ``tensors`` says what to expect."""
         shared = [tensor.detach().cpu().clone() for tensor in tensors]
         for tensor in shared:
-            dist.broadcast(tensor, group=self._row_group, group_src=stage)
+            groups.broadcast(tensor, self._row_group, stage)
         return [tensor.to(self._device) for tensor in shared]
 
     def _share_bytes(self, data: bytes) -> list[bytes]:
@@ -383,7 +370,7 @@ class Processes(Engine):
             if rank == self.rank and size:
                 buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             if size:
-                dist.broadcast(buffer, group=self._company_group, group_src=place)
+                groups.broadcast(buffer, self._company_group, place)
             everyone.append(buffer.numpy().tobytes())
         return everyone
 
@@ -439,23 +426,21 @@ class Processes(Engine):
 
     # ---------------------------------------------------------------- coming back
 
-    def admission(self, step: int) -> tuple[Admission, Link] | None:
+    def admission(self, step: int) -> tuple[Admission, Pair] | None:
         return None if self.door is None else self.door.admission(step)
 
-    def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
-        assert self.transport.survivors is not None
+    def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
+        assert isinstance(self.transport.peers, Survivors)
         self.joined_at = admission.step
-        self.transport.survivors.admit(admission, link, gift)
+        self.transport.peers.admit(admission, pair, gift)
 
     def join(self) -> list[Tensor]:
-        number, store = return_number(), returns_of(root_store())
+        number, store = return_number(), returns_of(groups.root_store())
         failure = lambda: self.transport.failure  # noqa: E731
-        admission, links = knock(
+        admission, pairs = knock(
             store, number, self.rank, self.stages, self.replicas, failure, self.timeout_s
         )
-        pairs = {(admission.life, other): link.outgoing for other, link in links.items()}
-        pairs |= {(other, admission.life): link.incoming for other, link in links.items()}
-        survivors = self._go_on_among(pairs, admission.life, admission.members)
+        survivors = self._go_on_among(self.transport, pairs, admission.life, admission.members)
         deadline = time.monotonic() + self.timeout_s
         while (gifts := survivors.gifts()) is None:
             if self.transport.failure is not None:

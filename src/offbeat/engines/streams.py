@@ -6,19 +6,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offbeat import nest
 from offbeat.engines.base import Engine, refuse_stuck
 from offbeat.engines.placement import Placement
 from offbeat.engines.worker import Book, Worker
 from offbeat.records.ledger import Event, Ledger
-from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, current_stream, marked
-from offbeat.transport.base import Key
-from offbeat.transport.memory import Memory
+from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, marked
+from offbeat.transport.lanes import LaneMemory
 
 _QUEUES = 8
 """How many streams a GPU keeps apart unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
@@ -99,29 +97,6 @@ def run_in_turn(workers: Sequence[Worker]) -> None:
                     worker.advance()
                 moved = True
     refuse_stuck(workers)
-
-
-class LaneMemory(Memory):
-    """Messages between lanes: a reference, and the instant from which it may be read."""
-
-    def __init__(self, addresses: Addresses) -> None:
-        super().__init__()
-        self._addresses = addresses
-
-    def send(self, key: Key, message: Any) -> None:
-        super().send(key, (message, current_stream().record_event()))
-
-    def receive(self, key: Key) -> Any:
-        message, ready = super().receive(key)
-        stream = current_stream()
-        stream.wait_event(ready)
-        if key.what != "activation" or not self._addresses.known(key.to, key.batch):
-            for tensor in nest.tensors(message):
-                tensor.record_stream(stream)
-        return message
-
-    def waiting(self, stage: int) -> dict[Key, Any]:
-        return {key: message for key, (message, _) in super().waiting(stage).items()}
 
 
 class _Late(NamedTuple):

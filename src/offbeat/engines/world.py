@@ -1,38 +1,33 @@
-"""The processes that a launcher started: joining them, making groups, and ending together."""
+"""The processes that a launcher started: whether there are enough, and how they end together."""
 
 import atexit
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from datetime import timedelta
 from functools import cache
 from typing import NoReturn
-
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from offbeat.elastic.door import return_number
 from offbeat.engines.board import Board
 from offbeat.errors import ConfigurationError, WorkerLost
-from offbeat.transport.gloo import FOREVER, Edges
+from offbeat.transport import groups
+from offbeat.transport.mailbox import Mailbox
 
 
 def is_launched() -> bool:
     """Whether a launcher such as torchrun started more than one process."""
     if return_number():
         return True
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1
+    if groups.are_joined():
+        return groups.size() > 1
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-OPEN: list[tuple[Board, Edges]] = []
+OPEN: list[tuple[Board, Mailbox]] = []
 """Whose threads must have ended before the interpreter does."""
 
 
-def say_goodbye(board: Board, edges: Edges) -> None:
+def say_goodbye(board: Board, edges: Mailbox) -> None:
     board.stop()
     edges.close()
 
@@ -62,36 +57,6 @@ def check_return(world: int, stages: int, outlive: bool) -> None:
         )
 
 
-def join(timeout_s: float) -> None:
-    """Joins the others; after a restart by torchrun without what the last attempt left behind.
-
-    Its store outlives an attempt, and gloo would connect to addresses of processes that are gone.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt == 0:
-        dist.init_process_group("gloo", timeout=timeout)
-        return
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    fresh = PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
-
-
-def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A group in which no wait is longer than this, that for its other processes included."""
-    timeout = timedelta(seconds=timeout_s)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-    return group
-
-
-def patient_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A group that is connected within this time; later the waits in it may be of any length."""
-    group = new_group(ranks, timeout_s)
-    if dist.get_rank() in ranks:
-        dist.distributed_c10d._set_pg_timeout(FOREVER, group)
-    return group
-
-
 @cache
 def leave_at_exit() -> None:
     atexit.register(_leave)
@@ -114,7 +79,7 @@ def _leave() -> None:
         board.join()
         if not edges.close(wait_s=600.0):
             _end_at_once(0)  # others take longer than that, and need nothing from this one
-    dist.destroy_process_group()
+    groups.leave()
 
 
 def _end_at_once(code: int) -> NoReturn:

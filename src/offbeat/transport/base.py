@@ -23,7 +23,12 @@ What = Literal[
     "export",
     "obituary",
     "welcome",
+    # the last of every link:
+    "goodbye",
 ]
+_FROM_BEFORE = ("activation", "evaluation", "probe")
+_FROM_BEHIND = ("gradient", "probe-gradient")
+_AVERAGES = ("gradients", "weights", "export")
 
 
 class Key(NamedTuple):
@@ -36,9 +41,18 @@ class Key(NamedTuple):
     """The sender, where several stages send the same thing."""
 
     def __str__(self) -> str:
-        if self.what in ("gradients", "weights", "export"):
+        if self.what in _AVERAGES:
             return f"the average of {self.what} number {self.batch} at stage {self.to}"
         return f"the {self.what} of batch {self.batch} for stage {self.to}"
+
+    @property
+    def sender(self) -> str:
+        """Who sends it, in words."""
+        if self.what in _AVERAGES:
+            return "the other replicas"
+        if self.what in _FROM_BEFORE:
+            return f"stage {self.to - 1}"
+        return f"stage {self.to + 1 if self.what in _FROM_BEHIND else self.source}"
 
 
 class Gathered(NamedTuple):
@@ -55,7 +69,7 @@ class Gathered(NamedTuple):
 
 
 class Transport(Protocol):
-    """Messages are sent once and received once; sending never waits."""
+    """What a worker knows. Messages are sent once and received once; sending never waits."""
 
     def send(self, key: Key, message: Any) -> None: ...
 

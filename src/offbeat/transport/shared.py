@@ -1,4 +1,4 @@
-"""Messages between processes of one host: memory that both see, in place of a socket.
+"""Links between processes of one host: memory that both see, and headers over gloo.
 
 Through a socket every byte is copied into the kernel, out of it, and into memory that is fetched
 anew for each message. Here the sender copies a tensor once, into a lot of its own; the receiver
@@ -20,28 +20,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.transport.gloo import Gloo
+from offbeat.transport.link import End
+
 _PAGE = mmap.PAGESIZE
 _WORTHWHILE_BYTES = 1 << 14
 
 
-def address() -> dict[str, Any] | None:
-    """Where others on this host find this process's memory; None where they cannot."""
-    if not hasattr(os, "memfd_create"):
-        return None
-    try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"host": host, "pids": os.readlink("/proc/self/ns/pid"), "pid": os.getpid()}
-    except OSError:
-        return None
+class SharedMemory(Gloo):
+    """Large tensors lie in memory that both ends see; the header says where."""
 
+    name = "shared memory"
 
-def reachable(mine: dict[str, Any] | None, theirs: dict[str, Any] | None) -> bool:
-    """Whether this process can open the memory of another: same host, same numbers, the right."""
-    if mine is None or theirs is None:
-        return False
-    if (mine["host"], mine["pids"]) != (theirs["host"], theirs["pids"]):
-        return False
-    return os.access(f"/proc/{theirs['pid']}/fd", os.X_OK)
+    @classmethod
+    def address(cls) -> Any:
+        """Where others on this host find this process's memory."""
+        if not hasattr(os, "memfd_create"):
+            return None
+        try:
+            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return {"host": host, "pids": os.readlink("/proc/self/ns/pid"), "pid": os.getpid()}
+        except OSError:
+            return None
+
+    @classmethod
+    def reaches(cls, mine: Any, theirs: Any) -> bool:
+        """Same host, same numbers of processes, and the right to open the other's memory."""
+        if (mine["host"], mine["pids"]) != (theirs["host"], theirs["pids"]):
+            return False
+        return os.access(f"/proc/{theirs['pid']}/fd", os.X_OK)
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end)
+        self._arena = Arena()
+        self._window = Window(end.theirs["pid"])
+
+    def place(self, tensor: Tensor) -> int | None:
+        lot = self._arena.room_for(tensor.numel() * tensor.itemsize)
+        if lot is None:
+            return None
+        file, room = lot
+        room.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()).copy_(tensor)
+        return file
+
+    def find(self, place: Any, count: int) -> Tensor:
+        return self._window.look(place, count)
 
 
 class _Lot:
@@ -102,6 +125,8 @@ class Window:
 
     def look(self, file: int, count: int) -> Tensor:
         """A tensor over a lot. The lot is given back when nothing refers to the tensor any more."""
+        if type(file) is not int:
+            raise ValueError(f"file {file!r} is not in shared memory")
         memory = self._seen.get(file)
         if memory is None or len(memory) < _PAGE + count:
             with open(f"/proc/{self._pid}/fd/{file}", "r+b") as opened:

@@ -1,13 +1,14 @@
 """What a message looks like on the wire: a small typed header, then raw tensor bytes.
 
-The header is JSON: the key, the shape of the nest, and for every tensor its type, sizes, strides
-and where its bytes are: inside the header (small ones), in memory that both processes see, or
-behind the header. Nothing is unpickled, and any message may differ from the one before it. Strides
-travel, so that a layout such as channels-last arrives as it left.
+The header is JSON: the key, the nest in words (see :mod:`offbeat.nest`), and for every tensor its
+type, sizes, strides and where its bytes are: inside the header (small ones), in a place that the
+link knows (such as memory that both processes see), or behind the header. Nothing is unpickled,
+and any message may differ from the one before it. Strides travel, so that a layout such as
+channels-last arrives as it left.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -15,79 +16,78 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from offbeat import nest
 from offbeat.errors import StageError, WorkerLost
-from offbeat.nest import is_dense
 from offbeat.transport.base import Key, What
-from offbeat.transport.shared import Arena, Window
 
-HEADER_BYTES = 4096
+CPU = torch.device("cpu")
 _INLINE_BYTES = 64
-_PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message ready to be sent: header bytes and the tensors that follow."""
+    """A message ready to be sent: header bytes and the bytes of the tensors that follow."""
 
     header: bytes
     tensors: list[Tensor]
 
 
-def pack(key: Key, message: Any, arena: Arena | None = None) -> Parcel:
-    """Describes a message. Tensors are copied into the arena, if there is one for this receiver."""
-    metas: list[dict[str, Any]] = []
+def pack(
+    key: Key,
+    message: Any,
+    place: Callable[[Tensor], Any] = lambda _: None,
+    device: torch.device = CPU,
+) -> Parcel:
+    """Describes a message.
+
+    ``place`` puts a tensor where the receiver finds it and says where that is, in words; for None
+    its bytes follow behind the header. ``device``: from where these are sent.
+    """
+    tensors: list[dict[str, Any]] = []
     bodies: list[Tensor] = []
 
-    def describe(part: Any) -> Any:
-        if part is None or type(part) in _PLAIN:
-            return {"v": part}
-        if isinstance(part, Tensor):
-            meta, body = _place(part.detach(), part.requires_grad, arena)
-            metas.append(meta)
-            if body is not None:
-                bodies.append(body)
-            return {"t": len(metas) - 1}
-        if type(part) in (tuple, list):
-            return {"p" if type(part) is tuple else "l": [describe(item) for item in part]}
-        if type(part) is dict and all(type(name) in (str, int) for name in part):
-            return {"d": [[name, describe(item)] for name, item in part.items()]}
-        raise StageError(
-            f"a {type(part).__name__} cannot travel between processes: pass tensors, None, numbers"
-            " and strings in tuples, lists and dicts with string or integer keys."
-        )
+    def describe(tensor: Tensor) -> int:
+        grad, tensor = tensor.requires_grad, tensor.detach()
+        if not nest.is_dense(tensor):
+            tensor = tensor.contiguous()
+        size, stride = list(tensor.size()), list(tensor.stride())
+        words = {"dtype": nest.dtype_name(tensor.dtype), "size": size, "stride": stride}
+        tensors.append(words | {"grad": grad})
+        if (found := place(tensor)) is not None:
+            tensors[-1]["place"] = found
+            return len(tensors) - 1
+        flat = tensor.to(device).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        if len(flat) <= _INLINE_BYTES and device == CPU:
+            tensors[-1]["inline"] = bytes(flat.tolist()).hex()
+        else:
+            bodies.append(flat)
+        return len(tensors) - 1
 
-    nest = describe(message)
-    header = json.dumps({"key": list(key), "nest": nest, "tensors": metas}).encode()
+    try:
+        words = nest.to_words(message, describe)
+    except nest.NoWords as error:
+        raise StageError(
+            f"{error} cannot travel between processes: pass dense tensors, None, numbers and"
+            " strings in tuples, lists and dicts."
+        ) from None
+    header = json.dumps({"key": list(key), "nest": words, "tensors": tensors}).encode()
     return Parcel(header, bodies)
 
 
-def _place(tensor: Tensor, grad: bool, arena: Arena | None) -> tuple[dict[str, Any], Tensor | None]:
-    """The words to rebuild a tensor, and its bytes where they follow the header."""
-    if not is_dense(tensor):
-        tensor = tensor.contiguous()
-    count = tensor.numel() * tensor.itemsize
-    meta: dict[str, Any] = {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "size": list(tensor.size()),
-        "stride": list(tensor.stride()),
-        "grad": grad,
-    }
-    shared = arena.room_for(count) if arena else None
-    if shared is not None:
-        meta["file"], room = shared
-        room.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()).copy_(tensor)
-        return meta, None
-    flat = tensor.cpu().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    if count <= _INLINE_BYTES:
-        meta["inline"] = bytes(flat.tolist()).hex()
-        return meta, None
-    return meta, flat
+def _nowhere(words: Any, _count: int) -> Tensor:
+    raise ValueError(f"nobody knows the place {words!r}")
 
 
 class Arrival:
     """A message of which the header is here: buffers to receive into, then the message itself."""
 
-    def __init__(self, header: bytes, window: Window | None = None) -> None:
+    def __init__(
+        self,
+        header: bytes,
+        find: Callable[[Any, int], Tensor] = _nowhere,
+        device: torch.device = CPU,
+    ) -> None:
+        """``find``: so many bytes where ``place`` of the sender has put them."""
         self._flat: list[Tensor] = []
         self.buffers: list[Tensor] = []
         """Fresh for every message, so nothing that refers to an older one is overwritten."""
@@ -95,49 +95,29 @@ class Arrival:
             words = json.loads(header)
             self.key = _key(*words["key"])
             self._nest = words["nest"]
-            self._metas = words["tensors"]
-            for meta in self._metas:
-                self._flat.append(self._place_of(meta, window))
+            self._tensors = words["tensors"]
+            for tensor in self._tensors:
+                count = torch.Size(tensor["size"]).numel()
+                count *= nest.dtype_named(tensor["dtype"]).itemsize
+                if "inline" in tensor:
+                    inline = list(bytes.fromhex(tensor["inline"]))
+                    self._flat.append(torch.tensor(inline, dtype=torch.uint8))
+                elif "place" in tensor:
+                    self._flat.append(find(tensor["place"], count))
+                else:
+                    self.buffers.append(torch.empty(count, dtype=torch.uint8, device=device))
+                    self._flat.append(self.buffers[-1])
 
-    def _place_of(self, meta: dict[str, Any], window: Window | None) -> Tensor:
-        count = torch.Size(meta["size"]).numel() * _dtype(meta["dtype"]).itemsize
-        if "inline" in meta:
-            return torch.tensor(list(bytes.fromhex(meta["inline"])), dtype=torch.uint8)
-        if "file" in meta:
-            if window is None or type(meta["file"]) is not int:
-                raise ValueError(f"file {meta['file']!r} is not in shared memory")
-            return window.look(meta["file"], count)
-        buffer = torch.empty(count, dtype=torch.uint8)
-        self.buffers.append(buffer)
-        return buffer
-
-    def message(self, device: torch.device) -> Any:
-        """The nest, once the buffers are full."""
-        tensors = []
+    def message(self, device: torch.device | None = None) -> Any:
+        """The nest, once the buffers are full; on a device, or where its bytes have arrived."""
         with _refusing_other_words():
-            for flat, meta in zip(self._flat, self._metas, strict=True):
-                tensor = flat.view(_dtype(meta["dtype"])).as_strided(meta["size"], meta["stride"])
-                tensors.append(tensor.to(device).requires_grad_(meta["grad"]))
-            return _rebuild(self._nest, tensors)
-
-
-def _rebuild(nest: dict[str, Any], tensors: list[Tensor]) -> Any:
-    ((kind, value),) = nest.items()
-    if kind == "v":
-        return value
-    if kind == "t":
-        return tensors[value]
-    if kind == "d":
-        return {name: _rebuild(part, tensors) for name, part in value}
-    parts = [_rebuild(part, tensors) for part in value]
-    return tuple(parts) if kind == "p" else parts
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no type of tensor")
-    return found
+            tensors = [
+                nest.view(flat, words["dtype"], words["size"], words["stride"])
+                .to(flat.device if device is None else device)
+                .requires_grad_(words["grad"])
+                for flat, words in zip(self._flat, self._tensors, strict=True)
+            ]
+            return nest.from_words(self._nest, tensors)
 
 
 def _key(what: What, *numbers: int) -> Key:

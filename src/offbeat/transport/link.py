@@ -1,0 +1,184 @@
+"""What a kind of transport is: links, each one direction between two processes.
+
+A kind of link is a class with a name in a file of its own; its place in the registry
+(:data:`offbeat.transport.LINKS`) says where it comes in the order of preference. Whatever is the
+same for all kinds is here and in the mailbox: queues, threads, failures, passing on.
+"""
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from offbeat.errors import WorkerLost
+from offbeat.transport.base import Key
+from offbeat.transport.wire import Arrival, Parcel, pack
+
+
+@dataclass(frozen=True)
+class End:
+    """This process's end of a link that is about to be opened; the other end opens its own."""
+
+    sends: bool
+    """Whether this end sends; the other receives."""
+    store: Store
+    """Where both ends, and nobody else, leave what they need to find each other."""
+    theirs: Any
+    """The :meth:`Link.address` of the other process."""
+    device: torch.device
+    """Where this process computes."""
+    timeout_s: float
+    """How long to wait for the other end."""
+
+
+class Link(ABC):
+    """One direction between two processes: parcels arrive whole, in order, each once.
+
+    A link knows nothing of stages and messages. It may wait for as long as it likes in ``send``
+    and ``receive``, which threads of their own call. When the other end cannot be reached any
+    more it raises OSError; that ends the run, or the other replica, in words.
+    """
+
+    name: ClassVar[str]
+    device: torch.device = torch.device("cpu")
+    """Where the bytes of tensors lie that are sent behind a header, and those that are received."""
+
+    @classmethod
+    @abstractmethod
+    def address(cls) -> Any:
+        """What another process must know of this one, as JSON; None where it cannot be reached."""
+
+    @classmethod
+    def reaches(cls, mine: Any, theirs: Any) -> bool:
+        """Whether this process can send to the other and receive from it, by their addresses.
+
+        Both are asked, and a link is opened only if both say yes.
+        """
+        return bool(mine == theirs)
+
+    @abstractmethod
+    def __init__(self, end: End) -> None:
+        """Opens the link, waiting for the other end, which opens its own at the same time."""
+
+    @abstractmethod
+    def send(self, parcel: Parcel) -> None:
+        """Sends the header and then the bytes of every tensor."""
+
+    @abstractmethod
+    def receive(self) -> Arrival:
+        """Waits for a header, and fills the buffers of the ``Arrival`` that is made from it."""
+
+    def place(self, tensor: Tensor) -> Any:  # noqa: ARG002
+        """Puts a tensor where the other end finds it; says where, as JSON.
+
+        Called where the message is sent, so in the order of what was computed there. None: its
+        bytes go behind the header.
+        """
+        return None
+
+    def find(self, place: Any, count: int) -> Tensor:  # noqa: ARG002
+        """So many bytes at a place that the other end has named; a ValueError if there is none."""
+        raise ValueError(f"{self.name} knows no place {place!r}")
+
+    def arrival(self, header: bytes) -> Arrival:
+        """What :meth:`receive` makes of a header; fill its buffers."""
+        return Arrival(header, self.find, self.device)
+
+    def close(self) -> None:  # noqa: B027
+        """Called when nothing will be sent or received any more; perhaps twice."""
+
+
+class Pair(NamedTuple):
+    """The links with another process: to it, and from it."""
+
+    outgoing: Link
+    incoming: Link
+
+
+def open_pair(kind: type[Link], end: End, whom: str) -> Pair:
+    """Opens both directions with another process; of the two, one says that it ``sends`` first.
+
+    ``end.store``: of this pair alone.
+    """
+    ends = [
+        replace(end, sends=sends, store=PrefixStore(direction, end.store))
+        for direction, sends in (("forth", end.sends), ("back", not end.sends))
+    ]
+    try:
+        links = [kind(end) for end in ends]
+    except OSError as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise WorkerLost(
+            f"no connection with {whom} by {kind.name} within {end.timeout_s:g} s ({reason}). That"
+            " process has died or its machine cannot be reached; its own output says why."
+        ) from error
+    return Pair(*(links if end.sends else reversed(links)))
+
+
+_GOODBYE = Key("goodbye", 0, 0)
+"""What is sent last. A link that ends without it has broken."""
+
+
+class Sender(threading.Thread):
+    """Sends what is put into its queue, so that a worker never waits for a link."""
+
+    def __init__(self, link: Link, name: str, failed: Callable[[Exception], None]) -> None:
+        super().__init__(daemon=True, name=f"offbeat-to-{name}")
+        self.link = link
+        self._failed = failed
+        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+
+    def put(self, key: Key, message: Any) -> None:
+        self._parcels.put(pack(key, message, self.link.place, self.link.device))
+
+    def say_goodbye(self) -> None:
+        """After all that has been put before."""
+        self._parcels.put(None)
+
+    def run(self) -> None:
+        try:
+            while (parcel := self._parcels.get()) is not None:
+                self.link.send(parcel)
+            self.link.send(pack(_GOODBYE, None))
+        except Exception as error:
+            self._failed(error)
+
+
+class Receiver(threading.Thread):
+    """Always waits for the next message, and hands each over as soon as it is whole."""
+
+    def __init__(
+        self,
+        link: Link,
+        name: str,
+        deliver: Callable[[Arrival], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        super().__init__(daemon=True, name=f"offbeat-from-{name}")
+        self.link = link
+        self._deliver, self._failed = deliver, failed
+
+    def run(self) -> None:
+        try:
+            while (arrival := self.link.receive()).key != _GOODBYE:
+                self._deliver(arrival)
+        except Exception as error:
+            self._failed(error)
+
+
+class Peers(Protocol):
+    """How the same stage of all replicas put their parts together."""
+
+    @property
+    def threads(self) -> Sequence[threading.Thread]: ...
+
+    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
+        """Never waits; the parts of all are delivered as one :class:`Gathered`."""
+
+    def close(self) -> None: ...
