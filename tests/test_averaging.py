@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import chain, pairwise
@@ -991,6 +992,12 @@ def test_whoever_joins_without_an_oracle_is_told_where_it_goes() -> None:
     words = "Joined has no oracle: .*tests/averaging_oracles.py.* in CASES of tests/test_averaging"
     with pytest.raises(pytest.fail.Exception, match=words):
         case_of(Joined)
+
+
+@EVERY
+def test_an_oracle_cites_the_paper_it_is_written_from(kind: type[Averaging]) -> None:
+    number = re.search(r"arXiv (\S+)", kind.reference)
+    assert number is None or number[1] in str(case_of(kind).oracle.__doc__), kind.reference
 
 
 @EVERY
