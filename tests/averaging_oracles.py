@@ -1,9 +1,14 @@
 """Literal transcriptions of the averaging methods, one small function per method.
 
-Written from ``averaging_methods.md`` (section numbers in the docstrings; "corrections" is
-``corrections.md``), without the library, so that the two can be compared. Every function returns
-``history`` where ``history[k][i]`` is the weight vector of replica ``i`` after step ``k``,
-including any merge of that step, and ``history[0]`` holds the starts.
+Each is written from the equation and the paper in its docstring, without the library, so that the
+two can be compared. Where a paper leaves something open, its authors' program decided, and the
+docstring says so. There are m replicas with weights x^i; eta is ``lr``, g^i_k the gradient of
+replica i in its step k = 1, 2, ..., and r = 1, 2, ... counts rounds of tau steps. Every local step
+is x^i <- x^i - eta g^i_k(x^i), with a local momentum v^i <- mu v^i + g^i_k in place of g^i_k where
+there is one.
+
+Every function returns ``history`` where ``history[k][i]`` is the weight vector of replica ``i``
+after step ``k``, including any merge of that step, and ``history[0]`` holds the starts.
 """
 
 from __future__ import annotations
@@ -39,16 +44,13 @@ def check_common(starts: list[Tensor]) -> None:
 
 
 def check_delay(tau: int, d: int) -> None:
-    """Section 8, B4: d > tau is rejected (section 1: valid delays are 0 <= d <= tau)."""
+    """An average must be merged before the next one starts; in DaSGD's program it never is else."""
     if not 0 <= d <= tau:
         raise ValueError(f"need 0 <= d <= tau, not d = {d}, tau = {tau}")
 
 
 def all_reduce(starts: list[Tensor], gradient: Gradient, steps: int, *, lr: float) -> History:
-    """Synchronous data parallel: every step applies the mean of the replicas' gradients.
-
-    Section 9.5 with H = 1 throughout, from equal starts.
-    """
+    """Synchronous data parallel: x <- x - eta (1/m) sum_j g^j_k(x), from equal starts."""
     check_common(starts)
     x = copies(starts)
     history = [copies(x)]
@@ -69,7 +71,7 @@ def local_sgd(
     tau: int,
     momentum: float = 0.0,
 ) -> History:
-    """Local SGD (section 9, first row of the table): at k = r tau, x^i <- (1/m) sum_j x^j."""
+    """Local SGD, Stich 2019 (arXiv 1805.09767): at k = r tau, x^i <- (1/m) sum_j x^j."""
     x = copies(starts)
     v = [torch.zeros_like(x_i) for x_i in x]  # local momentum, never touched by the averaging
     history = [copies(x)]
@@ -96,11 +98,14 @@ def dasgd(
     xi: float,
     momentum: float = 0.0,
 ) -> History:
-    """DaSGD, the authors' rule (sections 1 and 3).
+    """DaSGD, Zhou et al. 2020 (arXiv 2006.00441):
 
-    k = r tau starts the average z_r of the weights; k = r tau + d, after the local step, merges
-    x^i <- xi x^i + (1 - xi) z_r. d = 0 merges at once; d = tau merges first and then takes the
-    next snapshot, of the merged models.
+        x^i_k = xi (x^i_{k-1} - eta g^i_k) + (1 - xi) z_r   at k = r tau + d
+        z_r   = (1/m) sum_j x^j_{r tau}
+
+    As in the authors' program xi multiplies the replica's own weights, and the merge comes after
+    the local step. d = 0 merges at once; d = tau merges first and then takes the next snapshot, of
+    the merged models.
     """
     check_delay(tau, d)
     x = copies(starts)
@@ -140,9 +145,12 @@ def corrected_dasgd(
     d: int,
     xi: float,
 ) -> History:
-    """The mean-preserving (delay-corrected) merge of section 2, in the loop of section 3.
+    """DaSGD's loop with a merge that keeps what was learnt during the delay:
 
-    At k = r tau + d: x^i <- x^i + (1 - xi)(z_r - x_{r tau}^i), with the own snapshot kept.
+        x^i <- x^i + (1 - xi)(z_r - x^i_{r tau})   at k = r tau + d
+
+    CoCoD-SGD (arXiv 1906.12043) is xi = 0 and d = tau. The mean over replicas then takes every
+    step: their snapshots' mean is z_r itself.
     """
     check_delay(tau, d)
     x = copies(starts)
@@ -182,7 +190,8 @@ def overlap_local_sgd(
     alpha: float,
     beta: float,
 ) -> History:
-    """Overlap-Local-SGD (section 9.2), without the first pull toward the initial model.
+    """Overlap-Local-SGD, Wang, Liang, Joshi 2020 (arXiv 2002.09539), as in the authors' program
+    (github.com/JYWa/Overlap_Local_SGD) but for its first pull, toward the initial model.
 
     At the first boundary nothing has arrived: the replicas only start the average of their own x.
     At every later boundary, with the anchor z_r that was started at the boundary before:
@@ -215,7 +224,7 @@ def overlap_local_sgd(
 
 
 def cocod(starts: list[Tensor], gradient: Gradient, steps: int, *, lr: float, tau: int) -> History:
-    """CoCoD-SGD (section 9.3): at a boundary x^i <- z + (x^i - x_prev^i).
+    """CoCoD-SGD, Shen et al. 2019 (arXiv 1906.12043): at k = r tau, x^i <- z + (x^i - x_prev^i).
 
     z is the mean of the models at the boundary before, x_prev^i the own model then; after that
     the average of the new x^i is started. The first boundary has no z and only starts one.
@@ -248,7 +257,8 @@ def diloco(
     outer_momentum: float,
     nesterov: bool,
 ) -> History:
-    """DiLoCo (section 9.6; the outer Nesterov step as in corrections, section 5).
+    """DiLoCo, Douillard et al. 2023 (arXiv 2311.08105), with H for tau; the outer step is SGD with
+    momentum mu as ``torch.optim.SGD`` writes it:
 
         Delta_m = theta^(t-H) - theta_m^(t);  Delta = mean_m Delta_m
         v <- mu v + Delta
@@ -292,7 +302,8 @@ def streaming_diloco(
     nesterov: bool,
     fragments: list[list[int]],
 ) -> History:
-    """Streaming DiLoCo (section 9.7); ``tau`` is H there and ``delay`` is tau there.
+    """Streaming DiLoCo, Douillard et al. 2025 (arXiv 2501.18512): H there is ``tau`` here, and tau
+    there is ``delay``.
 
     Fragment p (from 0) of P starts its averages at the steps k >= 1 with
     k mod tau = ((p + 1) tau // P) mod tau:
@@ -358,7 +369,8 @@ def eager_diloco(
     outer_momentum: float,
     nesterov: bool,
 ) -> History:
-    """Eager updates for DiLoCo (section 9.8, "eager"; outer step as in corrections, section 5).
+    """Eager DiLoCo, Kale, Douillard, Donchev 2025 (arXiv 2502.12996); H is ``tau``, M is m, and the
+    outer step that of :func:`diloco`. A replica's own share is fresh, the others' a round old:
 
         Delta_m^t = theta_m^(t-H) - (local weights);  Delta^t = mean_m Delta_m^t
         D~_m = (1/M) Delta_m^t + ( Delta^(t-H) - (1/M) Delta_m^(t-H) )
@@ -404,7 +416,8 @@ def co2(
     penalty: float,
     clip: float | None,
 ) -> History:
-    """CO2 (section 9.9): at a boundary send the current x, then use the average sent before.
+    """CO2, Sun et al. 2024 (arXiv 2401.16265), with Lambda for ``penalty`` and phi for ``clip``: at
+    k = r tau send the current x, then use the average x_avg of what was sent before.
 
         m_t = beta m_{t-1} + (1/Lambda)(x_old - x_avg);  m_t <- clip(m_t, phi)
         x_old <- x_old - alpha m_t;  x <- x_old
@@ -443,7 +456,7 @@ def post_local_sgd(
     tau: int,
     switch: int,
 ) -> History:
-    """Post-local SGD (section 9.5): H(t) = 1 until ``switch``, then H = tau.
+    """Post-local SGD, Lin et al. 2020 (arXiv 1808.07217): H(t) = 1 until ``switch``, then tau.
 
     The first ``switch`` steps apply the mean of the gradients (from equal starts that is H = 1);
     after that local SGD, with boundaries at k = switch + r tau, r >= 1.

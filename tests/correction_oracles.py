@@ -1,5 +1,8 @@
 """What the corrections' papers say, naively: formulas on lists of all versions.
 
+The docstrings have the formulas and the papers. D is a gradient's lag in updates, m the momentum,
+u the optimizer's step.
+
 As in `oracles.py` nothing is shared with the library. A stage keeps every version of its weights
 and of its optimizer's momentum, and everything a rule could ask for is looked up by its index in
 time. With m_k the lag of stage k and M micro-batches per update, the j-th micro-batch since the
@@ -247,7 +250,10 @@ def geometric(m: float, D: int) -> float:
 def predicted(
     o: Optimizer, horizon: Callable[[int], float]
 ) -> Callable[[History, int, int], Weights]:
-    """w + T d, d = -lr times the optimizer's direction."""
+    """w + T d, d = -lr times the optimizer's direction.
+
+    SpecTrain (arXiv 1809.02839) and LWP (arXiv 2003.11666) take T = D.
+    """
     return lambda h, v, D: [
         w - horizon(D) * o.lr * u for w, u in zip(h.weights[v], o.direction(h, v), strict=True)
     ]
@@ -256,7 +262,7 @@ def predicted(
 def predicted_by_difference(
     horizon: Callable[[int], float],
 ) -> Callable[[History, int, int], Weights]:
-    """w[v] + T (w[v] - w[v-1])."""
+    """w[v] + T (w[v] - w[v-1]): LWP's other form (arXiv 2003.11666)."""
     return lambda h, v, D: [
         w + horizon(D) * (w - b)
         for w, b in zip(h.weights[v], h.weights[max(0, v - 1)], strict=True)
@@ -264,7 +270,10 @@ def predicted_by_difference(
 
 
 def predicted_by_fit(o: Optimizer) -> Callable[[History, int, int], Weights]:
-    """T = <w[t+D] - w[t], d[t]> / <d[t], d[t]>, running means, from version 1 on."""
+    """T = <w[t+D] - w[t], d[t]> / <d[t], d[t]>, running means, from version 1 on.
+
+    LWP's horizon by least squares: derived, in no paper.
+    """
 
     def forward(h: History, v: int, D: int) -> Weights:
         along = square = 0.0
@@ -284,7 +293,10 @@ def predicted_by_fit(o: Optimizer) -> Callable[[History, int, int], Weights]:
 
 
 def spiked(o: Optimizer, at_most: int | None = None) -> Step:
-    """a v + b g, a = m^D, b = (1 - m^D) / (1 - m); Adam: its own moment and (1 - m) g."""
+    """a v + b g, a = m^D, b = (1 - m^D) / (1 - m); Adam: its own moment and (1 - m) g.
+
+    Spike compensation, Kosson et al. (arXiv 2003.11666).
+    """
 
     def step(h: History, g: Weights, D: int) -> Weights:
         D = D if at_most is None else min(D, at_most)
@@ -298,7 +310,7 @@ def spiked(o: Optimizer, at_most: int | None = None) -> Step:
 
 
 def extrapolated(o: Optimizer, gain: float = 1.0) -> Step:
-    """u + gain D (u - u_previous), u being whole steps of the optimizer."""
+    """u + gain D (u - u_previous), u being whole steps of the optimizer: derived."""
 
     def step(h: History, g: Weights, D: int) -> Weights:
         w = h.weights[-1]
@@ -313,7 +325,7 @@ def extrapolated(o: Optimizer, gain: float = 1.0) -> Step:
 def compensated(
     strength: float, adaptive: bool = False
 ) -> Callable[[History, Weights, Weights, int], Weights]:
-    """g + l g g (w_now - w_read); l / sqrt(mean g^2) when adaptive."""
+    """g + l g g (w_now - w_read); l / sqrt(mean g^2) when adaptive: DC-ASGD (arXiv 1609.08326)."""
 
     def gradient(h: History, g: Weights, read: Weights, D: int) -> Weights:
         before = h.notes.setdefault("squares", [[torch.zeros_like(a) for a in g]])[-1]
@@ -329,7 +341,10 @@ def compensated(
 
 
 def gap_aware(o: Optimizer, forget: float) -> Callable[[History, Weights, Weights, int], Weights]:
-    """(g + decay w) / (1 + |w_now - w_read| / C) - decay w, C = lr sqrt(mean g^2)."""
+    """(g + decay w) / (1 + |w_now - w_read| / C) - decay w, C = lr sqrt(mean g^2).
+
+    Gap-Aware, Barkai et al. (arXiv 1909.10802).
+    """
 
     def gradient(h: History, g: Weights, read: Weights, D: int) -> Weights:
         steps = h.notes.setdefault("squares", [[torch.zeros_like(a) for a in g]])
@@ -367,12 +382,13 @@ def clipped(
 
 
 def rated(o: Optimizer, scale: Callable[[int, int], float]) -> Step:
-    """The learning rate times `scale(D, updates so far)`."""
+    """The learning rate times `scale(D, updates so far)`; PipeMare's scale is D^-(1 - t/anneal)
+    (arXiv 1910.05124)."""
     return lambda h, g, D: o.moved(h, o.moment(h, g), lr=o.lr * scale(D, h.now))
 
 
 def momentum_by_lag(o: Optimizer, towards: float) -> Step:
-    """m + D (towards - m) / K, and not beyond; D that of a full pipe."""
+    """m + D (towards - m) / K, and not beyond; D that of a full pipe (arXiv 2505.01099)."""
 
     def step(h: History, g: Weights, D: int) -> Weights:
         m = o.m + min(1.0, h.lag / h.stages) * (towards - o.m)
@@ -383,7 +399,10 @@ def momentum_by_lag(o: Optimizer, towards: float) -> Step:
 
 
 def rewound(c: float) -> Callable[[History, int], Weights]:
-    """w - n delta, delta a running mean of updates with g = c^(1/D)."""
+    """w - n delta, delta a running mean of updates with g = c^(1/D).
+
+    PipeMare (arXiv 1910.05124).
+    """
 
     def backward(h: History, behind: int) -> Weights:
         keep = c ** (1 / h.lag)

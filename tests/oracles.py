@@ -1,6 +1,7 @@
 """What the papers say, naively: one oracle per method, to test a pipeline engine against.
 
-Each oracle is written from the equations and shares nothing with the library. It keeps EVERY
+Each oracle is written from the equation in its docstring, that of the papers named there, and
+shares nothing with the library. It keeps EVERY
 version of the weights in a plain list, `versions[v]` being W_k[v], the weights of stage k after
 v updates, and indexes that list with the paper's time indices. So it needs no clever engine: no
 queues, no ticks and no fill or drain. With m_k the lag of stage k and M micro-batches per update,
@@ -113,7 +114,10 @@ def bp(
     optimizer: MakeOptimizer,
     accumulate: int = 1,
 ) -> list[list[Tensor]]:
-    """Plain back-propagation through the whole network; GPipe and 1F1B with flush equal it."""
+    """Plain back-propagation through the whole network: W[u+1] = Opt(W[u], g(W[u])).
+
+    GPipe (arXiv 1811.06965) and 1F1B with a flush (arXiv 2006.09503) equal it.
+    """
     copies = [_Stage(stage, optimizer) for stage in stages]
     network = nn.Sequential(*[stage.module for stage in copies])
     for batch in batches:
@@ -135,6 +139,9 @@ def stash(
     reduction: str = "mean",
 ) -> list[list[Tensor]]:
     """PipeDream, DDG, FDG, ADL: exact gradient at the weights each stage read going forward.
+
+    arXiv 1806.03377, 1804.10574, 1906.09108 and 2012.03747. m_k = K-1-k in the first two, 2(K-1-k)
+    in the others.
 
     g_k(i) is the gradient at the point (.., W_k[max(0, i - m_k) // M], ..), applied to W_k[i // M].
     FDG multiplies the incoming error gradient by beta in every stage but the last. The authors'
@@ -208,7 +215,8 @@ def current(
     lags: list[int],
     accumulate: int = 1,
 ) -> list[list[Tensor]]:
-    """StaleWeights: old activations, newest weights in the vector-Jacobian products.
+    """StaleWeights (arXiv 1912.12675): old activations, newest weights in the vector-Jacobian
+    products, m_k = 2(K-1-k).
 
     Activations come from W_k[max(0, i - m_k) // M]; the backward multiplies by W_k[i // M]. By
     hand, for Linear, Tanh and ReLU on rows; autograd gives only the loss's gradient at the output.
@@ -241,6 +249,8 @@ def recompute(
 ) -> list[list[Tensor]]:
     """DSP, Features Replay: only stage inputs are kept, the backward runs the forward again.
 
+    arXiv 1909.02625, any m_k; arXiv 1807.04511, m_k = K-1-k.
+
     Going up, h_{k+1}(i) = f_k(h_k(i); W_k[max(0, i - m_k) // M]). Going down, f_k (and, above the
     last stage, the loss) is run again from the stored h_k(i) at W_k[i // M].
     """
@@ -272,7 +282,7 @@ def two_buffered(
 ) -> list[list[Tensor]]:
     """PipeDream-2BW: group u reads W[max(0, u - 1)] forward and backward, in every stage.
 
-    So g(u) is the whole network's gradient one version ago, and W[u+1] = Opt(W[u], g(u)).
+    arXiv 2006.09503. So g(u) is the whole network's gradient one version ago, and W[u+1] = Opt(W[u], g(u)).
     """
     copies = [_Stage(stage, optimizer) for stage in stages]
     for u, batch in enumerate(batches):
@@ -296,7 +306,8 @@ def local_losses(
     heads: list[nn.Module],
     accumulate: int = 1,
 ) -> list[list[Tensor]]:
-    """DGL: each stage trains on its own loss, through its head; only activations move, detached.
+    """DGL (arXiv 1901.08164): each stage trains on its own loss, through its head; only activations
+    move, detached.
 
     Stage k < K-1 minimises loss(head_k(f_k(h_k)), y) over its own and its head's weights, the last
     stage minimises loss(f(h), y). Heads' final weights are not returned.
@@ -318,7 +329,10 @@ def local_losses(
 
 
 def level_of_staleness(stages: int, accumulate: int) -> list[list[int]]:
-    """ADL's d_{k,j} = ceil((2(K-1-k) - j) / M), not below 0: one row per stage, j = 0..M-1."""
+    """ADL's d_{k,j} = ceil((2(K-1-k) - j) / M), not below 0: one row per stage, j = 0..M-1.
+
+    arXiv 2012.03747, its figure for K = 3.
+    """
     return [
         [max(0, -((j - 2 * (stages - 1 - k)) // accumulate)) for j in range(accumulate)]
         for k in range(stages)

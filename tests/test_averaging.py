@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import chain, pairwise
@@ -818,6 +819,7 @@ def test_export_evaluation_and_flush() -> None:
     trainer.flush()
     assert all(torch.equal(row, mean) for row in rows_now(trainer))
     # The average that was under way is dropped: a round begins at the flush.
+    assert not any(w.transport.waiting(w.stage.index) for w in trainer._workers)
     trainer.step(*batches[0])
     ledger = [entry for entry in trainer.ledger if entry.kind in "SAM"]
     assert [(e.kind, e.batch) for e in ledger if e.replica == 0] == [("S", 4)]
@@ -997,6 +999,12 @@ def test_whoever_joins_without_an_oracle_is_told_where_it_goes() -> None:
 
 
 @EVERY
+def test_an_oracle_cites_the_paper_it_is_written_from(kind: type[Averaging]) -> None:
+    number = re.search(r"arXiv (\S+)", kind.reference)
+    assert number is None or number[1] in str(case_of(kind).oracle.__doc__), kind.reference
+
+
+@EVERY
 def test_one_replica_trains_as_its_oracle_says(kind: type[Averaging]) -> None:
     """Plainly, unless the formula takes something back from a single replica, too."""
     check(case_of(kind), replicas=1)
@@ -1015,17 +1023,17 @@ def test_an_averaging_that_averages_nothing_is_seen(kind: type[Averaging]) -> No
 
 def assert_resumes(averaging: Averaging, folder: Path) -> None:
     """Saved at three steps in a row, of which two at least are in the middle of a round."""
-    batches = batches_for(2, 12)
+    batches = batches_for(REPLICAS, 12)
 
     def fresh() -> offbeat.Trainer:
-        return trainer_with(averaging, replicas=2, optimizer=OPTIMIZERS["momentum"])
+        return trainer_with(averaging, optimizer=OPTIMIZERS["momentum"])
 
     whole = fresh()
     for step, batch in enumerate(batches, 1):
         whole.step(*batch)
-        if step in (6, 7, 8):
+        if step in (4, 5, 6):
             whole.save(folder / str(step), wait=True)
-    for step in (6, 7, 8):
+    for step in (4, 5, 6):
         resumed = fresh()
         assert resumed.resume(folder / str(step)).step == step
         for batch in batches[step:]:

@@ -1,4 +1,12 @@
-"""The averaging oracles against the numbers and identities of ``averaging_methods.md``."""
+"""The averaging oracles against numbers computed apart, and the identities between the methods.
+
+local SGD              DaSGD with d = 0, xi = 0
+Cooperative SGD        DaSGD with d = 0: X <- X W, W = xi I + (1 - xi) J (arXiv 1808.07576)
+Overlap-Local-SGD      DaSGD with d = tau, xi = 1 - alpha, where beta = 0
+CoCoD-SGD              the corrected merge with d = tau, xi = 0
+Streaming DiLoCo       DaSGD with xi = alpha, where P = 1 and the outer step is plain SGD, lr 1
+DiLoCo                 local SGD, where the outer step is plain SGD, lr 1
+"""
 
 from __future__ import annotations
 
@@ -76,6 +84,8 @@ def assert_differ(left: History, right: History) -> None:
     assert largest_gap(left, right) > 1e-3
 
 
+# m = 2 replicas with gradients x - c, c = (1, 3), from x = (0, 1), eta = 0.1: the weights after step
+# k and its merge, by a program apart. They start unequal on purpose.
 VECTORS: dict[str, dict[int, tuple[float, float]]] = {
     "dasgd 4 1 .25": {
         4: (0.3439, 1.6878),
@@ -126,7 +136,7 @@ def toy_histories() -> list[tuple[str, History]]:
 
 
 @pytest.mark.parametrize("case", range(9))
-def test_vectors_of_section_7(case: int) -> None:
+def test_vectors(case: int) -> None:
     row, history = toy_histories()[case]
     assert [float(x) for x in history[0]] == [0.0, 1.0]
     for k, expected in VECTORS[row].items():
@@ -134,7 +144,7 @@ def test_vectors_of_section_7(case: int) -> None:
             assert float(history[k][i]) == pytest.approx(expected[i], rel=0, abs=1e-8)
 
 
-# ---- section 2 ----
+# ---- what a late merge does to the mean, and to the disagreement ----
 
 
 @pytest.mark.parametrize(
@@ -142,6 +152,7 @@ def test_vectors_of_section_7(case: int) -> None:
     [(4, 1, 0.25, 3.25), (4, 2, 0.25, 2.5), (4, 4, 0.25, 1.0), (8, 2, 0.5, 7.0)],
 )
 def test_effective_steps_per_round(tau: int, d: int, xi: float, effective: float) -> None:
+    """A round of tau steps moves the mean by tau - d + xi d of them: derived, not in the paper."""
     assert tau - d + xi * d == effective
     starts = [vector(0.0) for _ in range(3)]
     steps = 5 * tau + d
@@ -197,11 +208,11 @@ def test_contraction_per_round_on_a_quadratic(tau: int, d: int, xi: float) -> No
             )
 
 
-# ---- section 1 in one line, and the identities of the table of section 9 ----
+# ---- DaSGD's equation in one line, and the identities above ----
 
 
 @pytest.mark.parametrize("d", [1, 2, 4])
-def test_dasgd_is_the_one_line_of_section_1(d: int) -> None:
+def test_dasgd_is_its_equation_in_one_line(d: int) -> None:
     tau, xi = 4, 0.3
     history = dasgd(rich_starts(3, equal=False), rich_gradient, STEPS, lr=LR, tau=tau, d=d, xi=xi)
     for k in range(1, STEPS + 1):
@@ -235,7 +246,8 @@ def test_momentum_is_that_of_torch() -> None:
 
 
 def test_cooperative_sgd_is_dasgd_without_delay() -> None:
-    # section 9.1: X_{k+1} = (X_k - eta G_k) W_k, columns are workers, W = xi I + (1 - xi) J
+    # Wang, Joshi, arXiv 1808.07576: X_{k+1} = (X_k - eta G_k) W_k, columns are workers,
+    # W = xi I + (1 - xi) J
     starts, m, tau, xi = rich_starts(3, equal=False), 3, 4, 0.3
     eye = torch.eye(m, dtype=torch.float64)
     mixing = xi * eye + (1 - xi) * torch.full((m, m), 1 / m, dtype=torch.float64)
