@@ -58,7 +58,8 @@ def cut_by_time(
                 for (start, end), seconds in zip(parts, together, strict=True)
                 for layer in range(start, end)
             ]
-    return list(min(slowest, key=lambda cuts: slowest[cuts]))
+    best, _ = min(slowest.items(), key=lambda item: item[1])
+    return list(best)
 
 
 class _Pass:
