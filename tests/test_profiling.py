@@ -58,7 +58,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 def test_stages_side_by_side_are_charged_for_their_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight layers alike alone; among others, the first two take five times as long."""
     modules = [nn.Linear(4, 4) for _ in range(8)]
-    monkeypatch.setattr(profiling, "_Recorded", lambda work: work)
+    monkeypatch.setattr(profiling, "_Recording", lambda work: work)
     monkeypatch.setattr(profiling, "seconds_of", lambda work: 1.0)
 
     def together(passes: Sequence[Any]) -> list[float]:

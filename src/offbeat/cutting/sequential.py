@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from offbeat.cutting.cut import Balance, Cut, Cuts, Wish, check_places
+from offbeat.cutting.cut import Balance, Cut, Wish, check_places
 from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.nest import Nest
@@ -44,8 +44,12 @@ class SequentialCut(Cut):
             )
         cut = cls(model=model, stages=wish.count, places=None)
         if wish.cuts is not None:
-            places = _number_children(list(_layers_of(model)), wish.cuts)
-            return cut.at(check_places(places, len(layers)))
+            names = list(_layers_of(model))
+            for name in wish.cuts:  # a cut may also be the name of a child
+                if isinstance(name, str) and name not in names:
+                    raise unknown("child to cut at", name, names)
+            numbers = [names.index(c) if isinstance(c, str) else c for c in wish.cuts]
+            return cut.at(check_places(numbers, len(layers)))
         if wish.ppv is not None:
             return cut.at(check_places(_place_layers(layers, wish.ppv), len(layers)))
         Sharing.among(model, layers).refuse_ties("layers")  # wherever the cuts will be
@@ -66,16 +70,6 @@ def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of an nn.Sequential as it runs them: children() would drop repeated ones."""
     every = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in every if name and "." not in name}
-
-
-def _number_children(names: Sequence[str], cuts: Cuts) -> list[int]:
-    """Child numbers; a cut may also be the name of a child."""
-    places = []
-    for cut in cuts:
-        if isinstance(cut, str) and cut not in names:
-            raise unknown("child to cut at", cut, names)
-        places.append(names.index(cut) if isinstance(cut, str) else cut)
-    return places
 
 
 def _place_layers(children: Sequence[nn.Module], ppv: Sequence[int]) -> list[int]:

@@ -15,8 +15,7 @@ from offbeat.nest import Nest
 from offbeat.stages.trial import call, leave_untouched, same_values, switch_mode
 from offbeat.stages.versions import overlapping
 
-Uses = dict[int, list[str]]
-"""Of one tensor: the stages that use it, and its names there."""
+Uses = dict[int, list[str]]  # of one tensor: the stages that use it, and its names there
 
 
 class Sharing:

@@ -40,26 +40,26 @@ def cut_by_time(
         alone = [seconds_of(work) for work in passes]
         if not side_by_side or stages == 1:
             return cut_by_costs(alone, stages)
-        tried: dict[tuple[int, ...], float] = {}
-        recorded: dict[tuple[int, int], _Recorded] = {}
+        slowest: dict[tuple[int, ...], float] = {}
+        recordings: dict[tuple[int, int], _Recording] = {}
         costs = count_operations(modules, batch)
         for _ in range(_TRIES):
             cuts = tuple(cut_by_costs(costs, stages))
-            if cuts in tried:
+            if cuts in slowest:
                 break
             parts = list(pairwise([0, *cuts, len(modules)]))
             for start, end in parts:
-                if (start, end) not in recorded:
-                    recorded[start, end] = _Recorded(_join(passes[start:end]))
-            together = _seconds_together([recorded[part] for part in parts])
-            tried[cuts] = max(together)
+                if (start, end) not in recordings:
+                    recordings[start, end] = _Recording(_join(passes[start:end]))
+            together = _seconds_together([recordings[part] for part in parts])
+            slowest[cuts] = max(together)
             costs = [
                 seconds * alone[layer] / sum(alone[start:end])
                 for (start, end), seconds in zip(parts, together, strict=True)
                 for layer in range(start, end)
             ]
-    best = min(tried.values())
-    return next(list(cuts) for cuts, seconds in tried.items() if seconds == best)
+    best, _ = min(slowest.items(), key=lambda item: item[1])
+    return list(best)
 
 
 class _Pass:
@@ -99,7 +99,7 @@ def _join(passes: Sequence[_Pass]) -> _Pass:
 def seconds_of(work: _Pass) -> float:
     """The time of a pass when nothing else runs."""
     if work.device.type == "cuda":
-        return _seconds_together([_Recorded(work)])[0]
+        return _seconds_together([_Recording(work)])[0]
     times = []
     for _ in range(_REPEATS):
         start = perf_counter()
@@ -108,7 +108,7 @@ def seconds_of(work: _Pass) -> float:
     return median(times)
 
 
-class _Recorded:
+class _Recording:
     """A pass in a lane of its own; launching it from Python does not count."""
 
     def __init__(self, work: _Pass) -> None:
@@ -125,21 +125,19 @@ class _Recorded:
         self.lane.caller_waits()
 
 
-def _seconds_together(recorded: Sequence[_Recorded]) -> list[float]:
+def _seconds_together(recordings: Sequence[_Recording]) -> list[float]:
     """The time of a pass in each lane while all are busy."""
     torch.cuda.synchronize()
-    marks: list[list[Any]] = [[] for _ in recorded]
+    marks: list[list[Any]] = [[] for _ in recordings]
     for _ in range(_REPEATS + 1):
-        for passed, work in zip(marks, recorded, strict=True):
+        for times, work in zip(marks, recordings, strict=True):
             with work.lane.entered():
-                passed.append(work.lane.now())
+                times.append(work.lane.now())
                 work.again()
-    for passed, work in zip(marks, recorded, strict=True):
-        passed.append(work.lane.now())
+    for times, work in zip(marks, recordings, strict=True):
+        times.append(work.lane.now())
     torch.cuda.synchronize()
     # The first pass of a lane starts before the others have theirs.
-    return [
-        passed[-1].seconds_after(passed[1]) / _REPEATS if len(recorded) > 1
-        else median(after.seconds_after(before) for before, after in pairwise(passed[1:]))
-        for passed in marks
-    ]  # fmt: skip
+    if len(recordings) > 1:
+        return [times[-1].seconds_after(times[1]) / _REPEATS for times in marks]
+    return [median(b.seconds_after(a) for a, b in pairwise(times[1:])) for times in marks]
