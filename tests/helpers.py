@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import offbeat
+from offbeat.engines.serial import Serial, choose_randomly
 from offbeat.methods import Method
 from offbeat.methods.auto import Auto
 
@@ -144,6 +145,12 @@ def trained(
         trainer.step(x, y)
     trainer.flush()
     return trainer
+
+
+def interleave(trainer: offbeat.Trainer, seed: int) -> None:
+    """Lets a shuffle choose among the workers that can go on, in place of the serial engine."""
+    assert isinstance(trainer._engine, Serial)
+    trainer._engine.choose = choose_randomly(seed)
 
 
 def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
 from offbeat.averaging import Averaging, DaSGD
 from offbeat.corrections import Monitor
+from offbeat.engines.processes import Processes
 from offbeat.methods import Method, StaleWeights
 
 
@@ -245,20 +246,6 @@ def tower() -> Tower:
 
 def tower_batches() -> list[Batch]:
     return vector_batches(7, rows=8, dtype=torch.float32)
-
-
-def train_tower(replicas: int) -> dict[str, Any]:
-    trainer = trainer_for(
-        tower(),  # type: ignore[arg-type]
-        StaleWeights(),
-        stages=2,
-        replicas=replicas,
-        averaging=DaSGD(2, 1),
-    )
-    for x, y in trainer.batches(tower_batches()):
-        trainer.step(x, y)
-    trainer.evaluate(tower_batches())
-    return trainer.state_dict()
 
 
 def ping(value: int) -> int:
@@ -510,8 +497,8 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
 
     def wait_for_return() -> None:
         """However long it takes; from the promise on, steps are what it takes."""
-        assert trainer._processes is not None
-        door = trainer._processes._door
+        assert isinstance(trainer._engine, Processes)
+        door = trainer._engine.door
         while door is not None and door._promised is None and door._admission is None:
             away = sum(("is gone" in words) - ("is back" in words) for words in said)
             if away <= 0:
@@ -530,13 +517,13 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
     evaluations = []
     for _ in range(EPOCHS):
         for x, y in trainer.batches(batches):
-            step = trainer._step
+            step = trainer._pipeline.position.step
             if mortal and not return_number() and step == 5:
                 time.sleep(0.5)  # all that it has to send is sent
                 die()
             trainer.step(x, y)
             steps.append(step)
-            (worker,) = trainer._workers
+            (worker,) = trainer._engine.workers
             weights[worker.stage.version] = checksum_of(list(worker.stage.parameters))
             wait_for_return()
         if not trainer.behind:

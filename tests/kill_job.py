@@ -80,7 +80,7 @@ def marker(rank: int, marks: mmap.mmap, plan: Plan) -> Mark:
         if (rank, phase, None) == (plan["rank"], plan["phase"], plan["delay_s"]):
             os.kill(os.getpid(), plan["signal"])
 
-    new_group, agree = dist.new_group, Processes.agree_on_setup
+    new_group, agree = dist.new_group, Processes.agree
 
     def new_group_marked(*args: Any, **settings: Any) -> Any:
         mark("groups")

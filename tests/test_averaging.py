@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ import averaging_oracles as oracles
 import offbeat
 from averaging_oracles import Gradient, History
 from helpers import OPTIMIZERS, Factory, assert_same_bits, cnn, image_batches, mlp, plain_loop
+from offbeat import nest
 from offbeat.averaging import (
     AVERAGINGS,
     CO2,
@@ -31,11 +33,11 @@ from offbeat.averaging import (
     PostLocalSGD,
     StreamingDiLoCo,
     averaging_named,
-    rows,
+    flat,
 )
-from offbeat.averaging import averager as averaging_engine
 from offbeat.averaging.averager import Averager, Task
 from offbeat.averaging.compression import Int8, codec_for
+from offbeat.averaging.fragment import Fragment
 from offbeat.averaging.moments import Moments
 from offbeat.averaging.outer import EagerStep, LateStep, Mean, Step
 from offbeat.errors import BatchError, ConfigurationError
@@ -98,7 +100,9 @@ def trainer_with(
 def rows_now(trainer: offbeat.Trainer) -> list[Tensor]:
     """The weights of every replica, as one row each."""
     return [
-        torch.cat([row_of(w.stage.module) for w in trainer._workers if w.stage.replica == replica])
+        torch.cat(
+            [row_of(w.stage.module) for w in trainer._engine.workers if w.stage.replica == replica]
+        )
         for replica in range(trainer.replicas)
     ]
 
@@ -197,18 +201,26 @@ CASES = {
 }  # fmt: skip
 
 
-def check(case: Case, replicas: int = REPLICAS) -> None:
-    batches = batches_for(replicas)
-    momentum: dict[str, Any] = {"momentum": 0.9} if case.momentum else {}
+def course_of(case: Case, replicas: int = REPLICAS) -> History:
+    """The weights of every replica after every step."""
+    momentum = 0.9 if case.momentum else 0.0
     trainer = trainer_with(
         case.averaging,
         replicas=replicas,
-        optimizer=lambda params: torch.optim.SGD(params, lr=LR, **momentum),
+        optimizer=lambda params: torch.optim.SGD(params, lr=LR, momentum=momentum),
     )
-    gradient = gradient_of(mlp(), batches, replicas)
+    return history_of(trainer, batches_for(replicas))
+
+
+def expected_of(case: Case, replicas: int = REPLICAS) -> History:
+    momentum: dict[str, Any] = {"momentum": 0.9} if case.momentum else {}
+    gradient = gradient_of(mlp(), batches_for(replicas), replicas)
     starts = [row_of(mlp())] * replicas
-    wanted = case.oracle(starts, gradient, STEPS, lr=LR, **case.settings, **momentum)
-    assert_close(history_of(trainer, batches), wanted[1:])
+    return case.oracle(starts, gradient, STEPS, lr=LR, **case.settings, **momentum)[1:]
+
+
+def check(case: Case, replicas: int = REPLICAS) -> None:
+    assert_close(course_of(case, replicas), expected_of(case, replicas))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -216,8 +228,8 @@ def test_against_the_oracle(name: str) -> None:
     check(CASES[name])
 
 
-VECTORS = {
-    # Section 7 of the reference: after steps 4, 5, 8 and 9, from unequal starts.
+VECTORS: dict[Averaging, list[tuple[float, float]]] = {
+    # Those of tests/test_averaging_oracles.py, after steps 4, 5, 8 and 9, from unequal starts.
     DaSGD(4, 1, 0.25): [
         (0.3439, 1.6878), (0.864265, 1.2166425), (0.90104918, 1.69993238),
         (1.20310415, 1.43285287),
@@ -258,11 +270,11 @@ def half_square(output: Tensor, _target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("averaging", VECTORS, ids=lambda a: a.title)
-def test_published_vectors(averaging: Averaging) -> None:
+def test_vectors_that_were_computed_apart(averaging: Averaging) -> None:
     trainer = offbeat.Trainer(
         Point(), loss=half_square, optimizer=OPTIMIZERS["sgd"], replicas=2, averaging=averaging
     )
-    trainer._workers[1].stage.parameters[0].data.fill_(1.0)  # the vectors start from (0, 1)
+    trainer._engine.workers[1].stage.parameters[0].data.fill_(1.0)  # the vectors start from (0, 1)
     history = history_of(trainer, [(torch.tensor([[1.0], [3.0]]).double(), torch.zeros(2))] * 9)
     for k, wanted in zip((4, 5, 8, 9), VECTORS[averaging], strict=True):
         assert [row.item() for row in history[k - 1]] == pytest.approx(wanted, abs=1e-8)
@@ -317,7 +329,7 @@ def test_progress_per_round_and_shrinking_disagreement() -> None:
             averaging=averaging,
         )
         x, y = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2)
-        trainer._workers[1].stage.parameters[0].data.fill_(1.0)
+        trainer._engine.workers[1].stage.parameters[0].data.fill_(1.0)
         history = history_of(trainer, [(x, y)] * (3 * every + delay))
         first, second = history[every + delay - 1], history[2 * every + delay - 1]
         moved = float(torch.cat(second).mean() - torch.cat(first).mean())
@@ -341,7 +353,7 @@ def test_all_reduce_is_a_plain_loop_over_the_whole_batch() -> None:
 def test_one_replica_is_a_plain_loop_to_the_bit() -> None:
     batches = image_batches(5)
     reference, _ = plain_loop(cnn(), batches)
-    for averaging in (AllReduce(), LocalSGD(2)):
+    for averaging in (AllReduce(), LocalSGD(2), PostLocalSGD(2, switch=3)):
         trainer = trainer_with(averaging, replicas=1, model=cnn(), optimizer=OPTIMIZERS["momentum"])
         for x, y in batches:
             trainer.step(x, y)
@@ -379,8 +391,9 @@ def test_a_wrong_order_is_seen(name: str, mutation: Any, monkeypatch: Any) -> No
 @pytest.mark.parametrize("name", [name for name in CASES if name != "all-reduce"])
 def test_a_wrong_mean_is_seen(name: str, monkeypatch: Any) -> None:
     """The last replica is forgotten in the sum."""
-    right = rows.mean_of
-    monkeypatch.setattr(averaging_engine, "mean_of", lambda parts, n: right(parts[:-1], n))
+    right = flat.mean_of
+    wrong: Any = lambda vectors, count: right(vectors[:-1], count)  # noqa: E731
+    monkeypatch.setattr("offbeat.averaging.fragment.mean_of", wrong)
     with pytest.raises(AssertionError):
         check(CASES[name])
 
@@ -388,8 +401,8 @@ def test_a_wrong_mean_is_seen(name: str, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     [
-        ("dasgd", averaging_engine._Fragment, "_merged"),
-        ("mean-preserving", averaging_engine._Fragment, "_merged"),
+        ("dasgd", Fragment, "_merged"),
+        ("mean-preserving", Fragment, "_merged"),
         ("diloco", Step, "_stepped"),
         ("eager", EagerStep, "target"),
         ("co2", LateStep, "target"),
@@ -448,7 +461,7 @@ def test_every_stage_counts_its_own_updates(method: Method, progress: float | No
         return lambda: (update(), merge_by_hand(stage, replica))  # type: ignore[func-returns-value]
 
     for replica, trainer in enumerate(alone):
-        for worker in trainer._workers:
+        for worker in trainer._engine.workers:
             stage = worker.stage
             stage.update = merging_after(stage.update, stage, replica)  # type: ignore[method-assign]
     for n, (x, y) in enumerate(batches):
@@ -481,7 +494,7 @@ def run(averaging: Averaging, steps: int = 9, **settings: Any) -> offbeat.Traine
 
 
 def moments(trainer: offbeat.Trainer, replica: int, name: str) -> list[Tensor]:
-    (optimizer,) = trainer._workers[replica].stage.optimizers
+    (optimizer,) = trainer._engine.workers[replica].stage.optimizers
     return [state[name] for state in optimizer.state.values() if name in state]
 
 
@@ -596,7 +609,11 @@ def test_what_an_optimizer_will_keep_is_known_before_its_first_step(optimizer: A
     batches = batches_for(2, 4)
     numbers = torch.get_rng_state()
     trainer.step(*spoilt(batches[0], slice(ROWS)))
-    sent = [len(fragment._moments_sent[1]) for w in trainer._workers for fragment in fragments(w)]
+    sent = [
+        len(fragment.under_way[1].moments)
+        for w in trainer._engine.workers
+        for fragment in fragments(w)
+    ]
     assert sent[0] == sent[1]
     assert torch.equal(numbers, torch.get_rng_state())
     for batch in batches[1:]:
@@ -769,7 +786,7 @@ def test_statistics_stay_local_and_are_averaged_for_export() -> None:
     for trainer in trainers.values():
         for x, y in batches:
             trainer.step(x, y)
-    own = [w.stage.module.state_dict() for w in trainers["average"]._workers]
+    own = [w.stage.module.state_dict() for w in trainers["average"]._engine.workers]
     name = "1.running_mean"
     assert not torch.equal(own[0][name], own[1][name])
     mean = (own[0][name] + own[1][name]) / 2
@@ -916,15 +933,6 @@ def test_a_batch_that_does_not_divide_is_not_started() -> None:
     assert trainer.step(x, y) is not None
 
 
-def test_every_averaging_is_named_and_can_be_built_from_its_name() -> None:
-    needed: dict[str, Any] = {"every": 4, "delay": 1, "switch": 3}
-    for kind in AVERAGINGS:
-        settings = {n: v for n, v in needed.items() if n in kind.__dataclass_fields__}
-        assert averaging_named(kind.name.upper(), **settings) == kind(**settings)
-        assert kind.reference
-        assert kind.title
-
-
 # ------------------------------------------------------------------ data
 
 
@@ -957,3 +965,99 @@ def test_the_sampler_gives_the_same_rows_in_any_layout() -> None:
 def test_a_sampler_that_cannot_divide_says_so(count: int, size: int, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         trainer_with(AllReduce(), replicas=2).sampler(count, size)
+
+
+# ------------------------------------------------------------------ whatever joins the list
+
+EVERY = pytest.mark.parametrize("kind", AVERAGINGS, ids=lambda kind: kind.name)
+"""Tests of this mark take nothing but a kind and a folder: test_docs.py asks them of its own."""
+
+
+def case_of(kind: type[Averaging]) -> Case:
+    for case in CASES.values():
+        if type(case.averaging) is kind:
+            return case
+    return pytest.fail(
+        f"{kind.__name__} has no oracle: write its equation into tests/averaging_oracles.py, and"
+        " give it a case in CASES of tests/test_averaging.py (docs/add-an-averaging.md, step 4)."
+    )
+
+
+def example_of(kind: type[Averaging]) -> Averaging:
+    return case_of(kind).averaging
+
+
+def test_whoever_joins_without_an_oracle_is_told_where_it_goes() -> None:
+    class Joined(LocalSGD):
+        """A rule of its own in the list, and nothing that says what it should do."""
+
+    words = "Joined has no oracle: .*tests/averaging_oracles.py.* in CASES of tests/test_averaging"
+    with pytest.raises(pytest.fail.Exception, match=words):
+        case_of(Joined)
+
+
+@EVERY
+def test_one_replica_trains_as_its_oracle_says(kind: type[Averaging]) -> None:
+    """Plainly, unless the formula takes something back from a single replica, too."""
+    check(case_of(kind), replicas=1)
+
+
+@EVERY
+def test_an_averaging_that_averages_nothing_is_seen(kind: type[Averaging]) -> None:
+    """Nothing but zeros, weights that stay, replicas that never meet: no oracle may say so."""
+    starts, gradient = [row_of(mlp())] * REPLICAS, gradient_of(mlp(), batches_for(REPLICAS), 3)
+    alone = oracles.local_sgd(starts, gradient, STEPS, lr=LR, tau=STEPS + 1)[1:]
+    expected = expected_of(case_of(kind))
+    for nothing in ([[torch.zeros_like(starts[0])] * 3] * STEPS, [starts] * STEPS, alone):
+        with pytest.raises(AssertionError, match="step"):
+            assert_close(expected, nothing)
+
+
+def assert_resumes(averaging: Averaging, folder: Path) -> None:
+    """Saved at three steps in a row, of which two at least are in the middle of a round."""
+    batches = batches_for(2, 12)
+
+    def fresh() -> offbeat.Trainer:
+        return trainer_with(averaging, replicas=2, optimizer=OPTIMIZERS["momentum"])
+
+    whole = fresh()
+    for step, batch in enumerate(batches, 1):
+        whole.step(*batch)
+        if step in (6, 7, 8):
+            whole.save(folder / str(step), wait=True)
+    for step in (6, 7, 8):
+        resumed = fresh()
+        assert resumed.resume(folder / str(step)).step == step
+        for batch in batches[step:]:
+            resumed.step(*batch)
+        assert all(map(torch.equal, rows_now(resumed), rows_now(whole))), f"saved at step {step}"
+
+
+@EVERY
+def test_a_run_resumed_in_a_round_ends_with_the_same_bits(
+    kind: type[Averaging], tmp_path: Path
+) -> None:
+    assert_resumes(example_of(kind), tmp_path)
+
+
+@EVERY
+def test_what_an_averaging_remembers_is_never_written_to(kind: type[Averaging]) -> None:
+    """A checkpoint that is still being written reads the same tensors."""
+    trainer = trainer_with(example_of(kind), replicas=2)
+    seen: list[tuple[Tensor, Tensor]] = []
+    for x, y in batches_for(2, 10):
+        trainer.step(x, y)
+        for worker in trainer._engine.workers:
+            assert worker.averager is not None
+            seen += [(t, t.clone()) for t in nest.tensors(worker.averager.snapshot())]
+    for tensor, then in seen:
+        assert torch.equal(tensor, then)
+
+
+@EVERY
+def test_every_averaging_can_be_built_from_its_name(kind: type[Averaging]) -> None:
+    example = example_of(kind)
+    required = [field.name for field in fields(kind) if field.default is MISSING]
+    settings = {name: getattr(example, name) for name in required}
+    assert averaging_named(kind.name.upper(), **settings) == kind(**settings)
+    assert kind.title and kind.reference

@@ -334,7 +334,7 @@ def rates_of(trainer: offbeat.Trainer) -> dict[str, float]:
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     return {
         names.get(id(p), f"head of {worker.stage.index}: {number}"): group["lr"]
-        for worker in trainer._workers
+        for worker in trainer._engine.workers
         for number, group in enumerate(worker.stage.optimizers[0].param_groups)
         for p in group["params"]
     }
@@ -759,7 +759,7 @@ def test_rates_come_from_the_checkpoint_and_can_be_changed_then(
         again = at(0.5, **settings)
         again.resume(tmp_path / name)
         assert again.learning_rate == saved_at.learning_rate
-        stages = [worker.stage for worker in again._workers]
+        stages = [worker.stage for worker in again._engine.workers]
         for stage in stages:
             if settings:
                 stage.schedulers[0].base_lrs = [0.6]

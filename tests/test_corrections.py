@@ -26,6 +26,7 @@ from helpers import (
     assert_same_bits,
     cnn,
     image_batches,
+    interleave,
     mlp,
     trained,
     trainer_for,
@@ -60,7 +61,6 @@ from offbeat.corrections.groups import Group, groups_of
 from offbeat.corrections.predict import Prediction
 from offbeat.corrections.rewind import Rewinding
 from offbeat.corrections.seen import ReadWeights
-from offbeat.engines.worker import shuffled
 from offbeat.errors import ConfigurationError
 from offbeat.methods import (
     ADL,
@@ -380,8 +380,8 @@ def test_a_stage_without_lag_is_left_alone(correction: Correction) -> None:
     for corrections in ([], [correction]):
         trainer = trained(mlp(), vector_batches(6), method, factory, cuts=[2],
                           corrections=corrections)  # fmt: skip
-        assert not trainer._workers[1].stage.corrector.active
-        assert trainer._workers[0].stage.corrector.active == bool(corrections)
+        assert not trainer._engine.workers[1].stage.corrector.active
+        assert trainer._engine.workers[0].stage.corrector.active == bool(corrections)
         results.append(trainer.state_dict())
     last = {name: value for name, value in results[0].items() if not name.startswith("0.")}
     assert_same_bits({name: results[1][name] for name in last}, last)
@@ -442,7 +442,7 @@ def test_the_fitted_horizon_finds_the_geometric_sum(momentum: float) -> None:
     )
     for _ in range(steps):
         trainer.step(torch.ones(2000).double(), torch.randn(2000).double())
-    (hook,) = trainer._workers[0].stage.corrector._hooks
+    (hook,) = trainer._engine.workers[0].stage.corrector._hooks
     assert isinstance(hook, Prediction) and hook._fit is not None
     assert float(hook._fit.horizon(lag)) == pytest.approx(oracle.geometric(momentum, lag), rel=0.01)
 
@@ -546,7 +546,7 @@ def test_any_interleaving_gives_one_result() -> None:
     results = []
     for seed in range(8):
         trainer = trainer_for(mlp(), ADL(2), cuts=[2, 4], corrections=TOGETHER)
-        trainer._interleaving = shuffled(seed)
+        interleave(trainer, seed)
         for x, y in vector_batches(7):
             trainer.step(x, y)
         trainer.flush()
@@ -586,7 +586,7 @@ def test_evaluation_and_state_show_the_real_weights() -> None:
 
 def halve_rates(trainer: offbeat.Trainer) -> None:
     """What a schedule does; gap-aware gradients remember the largest rate."""
-    for worker in trainer._workers:
+    for worker in trainer._engine.workers:
         worker.stage.optimizers[0].param_groups[0]["lr"] *= 0.5
 
 
@@ -603,7 +603,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
 
     whole = trainer_for(mlp(), PipeDream(), cuts=[2, 4], corrections=corrections)
     run(whole, batches[:stop])
-    stages = [worker.stage for worker in whole._workers]
+    stages = [worker.stage for worker in whole._engine.workers]
     saved = whole.state_dict()
     memory = [stage.corrector.state_dict() for stage in stages]
     moments = [copy.deepcopy(stage.optimizers[0].state_dict()) for stage in stages]
@@ -612,7 +612,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
 
     again = trainer_for(mlp(1), PipeDream(), cuts=[2, 4], corrections=corrections)
     again.load_state_dict(saved)
-    for worker, own, optimizer in zip(again._workers, memory, moments, strict=True):
+    for worker, own, optimizer in zip(again._engine.workers, memory, moments, strict=True):
         worker.stage.version = stop
         worker.stage.optimizers[0].load_state_dict(optimizer)
         worker.stage.corrector.load_state_dict(own)
@@ -658,7 +658,7 @@ def test_loaded_weights_leave_nothing_of_a_checkpoint_that_was_not_used_yet(tmp_
         trainer = trainer_for(mlp(), PipeDream(), **settings)
         trainer.resume(tmp_path)
         if not remembers:
-            for worker in trainer._workers:
+            for worker in trainer._engine.workers:
                 worker.stage.corrector.load_state_dict({})
         trainer.load_state_dict(other)
         for x, y in batches[6:]:
@@ -717,7 +717,7 @@ def test_hooks_are_tensor_operations_on_memory_of_their_own(
     places: list[list[int]] = []
     for x, y in vector_batches(8):
         trainer.step(x, y)
-        (hook,) = trainer._workers[0].stage.corrector._hooks
+        (hook,) = trainer._engine.workers[0].stage.corrector._hooks
         for name in acting:
             if not places:
                 monkeypatch.setattr(hook, name, watched(getattr(hook, name)))
@@ -763,7 +763,10 @@ def test_predictions_that_a_correction_will_ask_for_are_counted_with_the_version
     trainer = trainer_for(layers, StaleWeights(), corrections=corrections)
     for x, y in vector_batches(12, rows=4, dtype=torch.float32):
         trainer.step(x, y)
-    lent = [len(list(worker.stage.corrector.predicted_in_flight())) for worker in trainer._workers]
+    lent = [
+        len(list(worker.stage.corrector.predicted_in_flight()))
+        for worker in trainer._engine.workers
+    ]
     assert lent == [4, 2, 0]
     assert [m.weight_copies for m in trainer.memory()] == [5, 3, 1]
 
@@ -804,6 +807,25 @@ def test_predictions_take_no_more_memory_than_versions() -> None:
 def test_what_makes_no_sense_is_refused(corrections: Any, method: Method, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         trainer_for(mlp(), method, cuts=[2], corrections=corrections)
+
+
+class Twice(PipeDream2BW):
+    title = "Somebody's method"
+
+
+@pytest.mark.parametrize(
+    ("correction", "method"),
+    [
+        ("predict", Twice()),
+        ("rewind", Twice()),
+        ("gap-aware", Twice(backward="recompute")),
+        ("delay-compensation", Phases((Twice(backward="recompute"), 2), (PipeDream(), None))),
+    ],
+)
+def test_a_refusal_names_the_method_at_hand(correction: str, method: Method) -> None:
+    with pytest.raises(ConfigurationError, match="^under Somebody's method, ") as caught:
+        trainer_for(mlp(), method, cuts=[2], corrections=[correction])
+    assert "2BW" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -895,7 +917,7 @@ def test_an_update_that_is_skipped_moves_nothing(name: str, correction: type[Cor
         mlp(), method, OPTIMIZERS[name], cuts=[2, 4], corrections=[made],
         guards=offbeat.Guards(nonfinite="skip"),
     )  # fmt: skip
-    stage = trainer._workers[0].stage
+    stage = trainer._engine.workers[0].stage
     weights: dict[int, list[Tensor]] = {}
     for number, (x, y) in enumerate(vector_batches(12)):
         trainer.step(x * float("nan") if number == 5 else x, y)
@@ -907,7 +929,7 @@ def test_an_update_that_is_skipped_moves_nothing(name: str, correction: type[Cor
 
 def test_nothing_is_predicted_for_weights_that_are_not_on_their_way() -> None:
     trainer = trainer_for(mlp(), StaleWeights(), cuts=[2, 4], corrections=[Predict()])
-    stage = trainer._workers[0].stage
+    stage = trainer._engine.workers[0].stage
     for number, (x, y) in enumerate(vector_batches(12)):
         if number == 6:
             trainer.model[0].requires_grad_(False)  # type: ignore[index]
@@ -978,7 +1000,7 @@ def test_adam_s_step_is_its_rate_under_any_momentum_by_lag(method: Method) -> No
     for _ in range(20):
         trainer.step(x, x)
     trainer.flush()
-    for worker in trainer._workers:
+    for worker in trainer._engine.workers:
         (shift,) = worker.stage.parameters
         assert shift.item() == pytest.approx(-lr * worker.stage.version, rel=1e-6)
 
@@ -1207,7 +1229,7 @@ def hooks_of(kind: type[Correction], accumulate: int) -> tuple[offbeat.Trainer, 
     method = method_for(kind, accumulate=accumulate)
     trainer = trainer_for(mlp(), method, cuts=[2, 4], corrections=[example_of(kind)])
     trainer.step(*vector_batches(1)[0])
-    return trainer, trainer._workers[0].stage.corrector._hooks
+    return trainer, trainer._engine.workers[0].stage.corrector._hooks
 
 
 @EVERY
@@ -1253,7 +1275,7 @@ def test_memory_that_does_not_fit_a_checkpoint_is_said(
         trainer.step(x, y)
     trainer.save(tmp_path, wait=True)
     again = trainer_for(mlp(), PipeDream(), **settings)
-    kind = type(trainer._workers[0].stage.corrector._hooks[0])
+    kind = type(trainer._engine.workers[0].stage.corrector._hooks[0])
     remembered = kind.memory
     monkeypatch.setattr(kind, "memory", lambda self: {"renamed": remembered(self)["previous"]})
     with pytest.warns(UserWarning, match="what its corrections remembered in this checkpoint does"):

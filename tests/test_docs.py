@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import json
 import os
 import re
@@ -17,12 +18,15 @@ from typing import Any
 import pytest
 import torch
 
+import averaging_oracles
 import oracles
+import test_averaging
 import test_oracles
 from helpers import OPTIMIZERS, assert_same_bits
 from offbeat import methods
 from offbeat.app import cli
-from offbeat.averaging import AVERAGINGS
+from offbeat.averaging import AVERAGINGS, Averaging, averaging_named
+from offbeat.cutting import ways
 from offbeat.methods import METHODS, Method
 from offbeat.schedules.schedule import Schedule
 from offbeat.schedules.table import Table
@@ -32,6 +36,9 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 CHOOSE = ROOT / "docs" / "choose-a-method.md"
 ADD = ROOT / "docs" / "add-a-method.md"
+AVERAGE = ROOT / "docs" / "add-an-averaging.md"
+REPLICAS = ROOT / "docs" / "replicas.md"
+ADD_CUT = ROOT / "docs" / "add-a-cut.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARK = ROOT / "benchmarks" / "simulator"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -148,6 +155,7 @@ def test_python_examples_run_in_order(
     """One session per page, as a reader would paste it, in a folder where it may write."""
     (tmp_path / "tests" / "golden").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ways, "WAYS", ways.WAYS)  # a page adds one
     namespace: dict[str, Any] = {"__name__": page.stem}
     for block in blocks(page, "python"):
         run(block, namespace)
@@ -217,20 +225,84 @@ def test_the_worked_example_is_found_by_name_and_its_docstring_is_true(
 ) -> None:
     made = join_the_registry(monkeypatch)
     assert methods.method_named("Unstashed") == made()
-    assert made.__doc__ is not None
+    assert_examples_hold(made)
+
+
+def assert_examples_hold(kind: type) -> None:
+    assert kind.__doc__ is not None
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(verbose=False)
-    example = parser.get_doctest(made.__doc__, {"Unstashed": made}, "Unstashed", None, None)
+    example = parser.get_doctest(kind.__doc__, {kind.__name__: kind}, kind.__name__, None, None)
     assert example.examples
     assert runner.run(example).failed == 0
 
 
-def test_diffs_fit_the_files_they_change() -> None:
+def registry(of: str) -> str:
+    return (ROOT / "src" / "offbeat" / of / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "files"),
+    [
+        (ADD, [registry("methods")] * 2 + [Path(test_oracles.__file__).read_text()]),
+        (AVERAGE, [Path(test_averaging.__file__).read_text()] + [registry("averaging")] * 2),
+        (ADD_CUT, [Path(ways.__file__).read_text()] * 2),
+    ],
+    ids=by_name,
+)
+def test_diffs_fit_the_files_they_change(page: Path, files: list[str]) -> None:
     """What a reader should find beside the new line is there today, in this order."""
-    registry = (ROOT / "src" / "offbeat" / "methods" / "__init__.py").read_text()
-    cases = Path(test_oracles.__file__).read_text()
-    for diff, text in zip(blocks(ADD, "diff"), (registry, registry, cases), strict=True):
-        kept = [line[1:] for line in diff.text.splitlines() if line.startswith(" ")]
+    for diff, text in zip(blocks(page, "diff"), files, strict=True):
+        kept = [line[1:] for line in diff.text.splitlines() if line[0] in " -"]
         assert "\n".join(kept) in text, f"{diff} does not fit its file"
+
+
+# ------------------------------------------------------------------ the worked averaging
+
+
+@pytest.fixture
+def gossip(monkeypatch: pytest.MonkeyPatch) -> type[Averaging]:
+    """The page's class, with its oracle, its case and its line in the list."""
+    namespace: dict[str, Any] = {"__name__": "gossip"}
+    rule, *_, oracle = blocks(AVERAGE, "python")
+    run(rule, namespace)
+    run(oracle, namespace)
+    monkeypatch.setattr(averaging_oracles, "gossip", namespace["gossip"], raising=False)
+    case_diff, *_ = blocks(AVERAGE, "diff")
+    cases = eval(f"{{{added(case_diff)}}}", {**vars(test_averaging), **namespace})
+    monkeypatch.setitem(test_averaging.CASES, "gossip", cases["gossip"])
+    kind: type[Averaging] = namespace["Gossip"]
+    monkeypatch.setattr("offbeat.averaging.AVERAGINGS", (*AVERAGINGS, kind))
+    return kind
+
+
+ASKED = [
+    test
+    for name, test in vars(test_averaging).items()
+    if name.startswith("test_") and test_averaging.EVERY.mark in getattr(test, "pytestmark", [])
+]
+
+
+@pytest.mark.parametrize("test", ASKED, ids=lambda test: test.__name__)
+def test_the_worked_averaging_passes_what_the_list_is_asked(
+    test: Any, gossip: type[Averaging], tmp_path: Path
+) -> None:
+    given = {"kind": gossip, "tmp_path": tmp_path}
+    test(**{name: given[name] for name in inspect.signature(test).parameters})
+
+
+def test_the_worked_averaging_is_found_by_name_and_equals_its_oracle(
+    gossip: type[Averaging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an odd and an even number of replicas; and one with other partners does not."""
+    assert len(ASKED) > 4
+    assert averaging_named("Gossip", every=2) == gossip(every=2)  # type: ignore[call-arg]
+    assert_examples_hold(gossip)
+    case = test_averaging.case_of(gossip)
+    for replicas in (2, 3, 4):
+        test_averaging.check(case, replicas)
+    monkeypatch.setitem(gossip.plan.__globals__, "neighbour", None)  # all with all
+    with pytest.raises(AssertionError, match="step"):
+        test_averaging.check(case, 4)
 
 
 # ------------------------------------------------------------------ tables
@@ -271,6 +343,12 @@ def test_the_table_of_averagings_is_the_registry() -> None:
     assert [(row[0], row[-1]) for row in rows] == [
         (f"`{kind.name}`", kind.reference) for kind in AVERAGINGS
     ]
+
+
+@pytest.mark.parametrize("kind", AVERAGINGS, ids=lambda kind: kind.name)
+def test_the_page_of_replicas_has_a_row_for_every_averaging(kind: type[Averaging]) -> None:
+    row = f"| `{kind.__name__}("
+    assert row in REPLICAS.read_text(), f"add a row that begins with {row} to {REPLICAS.name}"
 
 
 def test_troubles_are_headed_by_real_messages() -> None:

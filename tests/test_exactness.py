@@ -15,13 +15,13 @@ from helpers import (
     assert_same_bits,
     cnn,
     image_batches,
+    interleave,
     mlp,
     plain_loop,
     trained,
     trainer_for,
     vector_batches,
 )
-from offbeat.engines.worker import shuffled
 from offbeat.methods import (
     ADL,
     DDG,
@@ -130,7 +130,7 @@ def test_fifty_interleavings_give_one_result(method: Method) -> None:
     results = []
     for seed in range(50):
         trainer = trainer_for(mlp(), method, stages=3)
-        trainer._interleaving = shuffled(seed)
+        interleave(trainer, seed)
         for x, y in batches:
             trainer.step(x, y)
         trainer.flush()
@@ -144,7 +144,7 @@ def test_interleavings_really_differ() -> None:
     orders = set()
     for seed in range(10):
         trainer = trainer_for(mlp(), StaleWeights(), stages=3)
-        trainer._interleaving = shuffled(seed)
+        interleave(trainer, seed)
         for x, y in vector_batches(5):
             trainer.step(x, y)
         orders.add(tuple((e.kind, e.stage, e.batch) for e in trainer.ledger))
@@ -185,7 +185,7 @@ def test_schedulers_count_updates() -> None:
     trainer = trainer_for(cnn(), StaleWeights(), cuts=[2, 5], scheduler=scheduler)
     for x, y in batches:
         trainer.step(x, y)
-    rates = [w.stage.optimizers[0].param_groups[0]["lr"] for w in trainer._workers]
+    rates = [w.stage.optimizers[0].param_groups[0]["lr"] for w in trainer._engine.workers]
     # After six steps with lags 4, 2, 0 the stages have made 2, 4 and 6 updates.
     assert rates == pytest.approx([0.05 * 0.1, 0.05 * 0.01, 0.05 * 0.01])
 
@@ -238,7 +238,7 @@ def test_channels_last_survives_a_boundary(method: Method) -> None:
     seen: list[tuple[int, ...]] = []
     model = cnn().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = trainer_for(model, method, cuts=[3, 5])
-    first = trainer._workers[1].stage.module[0]  # type: ignore[index]
+    first = trainer._engine.workers[1].stage.module[0]  # type: ignore[index]
     first.register_forward_pre_hook(lambda module, args: seen.append(args[0].stride()))
     for x, y in batches:
         trainer.step(x, y)
@@ -271,3 +271,21 @@ def test_gradients_pass_a_boundary_as_they_are_laid_out() -> None:
     batches = vector_batches(10, rows=8, dtype=torch.float32)
     expected, _ = plain_loop(model, batches)
     assert_same_bits(trained(model, batches, cuts=[1, 2]).state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("method", [kind() for kind in METHODS], ids=lambda method: method.name)
+def test_after_step_n_a_stage_has_applied_batches_0_to_n_minus_its_depth(
+    method: Method, stages: int
+) -> None:
+    """What ``Trainer.step`` promises, by the ledger."""
+    trainer = trainer_for(mlp(), method, stages=stages)
+    depths = [method.schedule(stages).depth(stage) for stage in range(stages)]
+    for n, (x, y) in enumerate(vector_batches(8)):
+        trainer.step(x, y)
+        for stage, depth in enumerate(depths):
+            applied = [e.batch for e in trainer.ledger if (e.kind, e.stage) == ("U", stage)]
+            assert applied == list(range(max(0, n + 1 - depth)))
+    if method.name == "pipedream-2bw" and stages == 3:
+        assert trainer.lags == (1, 1, 1)
+        assert depths == [1, 1, 0]  # so that it has made 7 7 8 updates

@@ -344,7 +344,7 @@ def test_any_text_is_a_schedule_or_refused(text: str, data: Any) -> None:
     with only_our_errors():
         assert str(Schedule.parse(text)).split() or not text.strip()
     with only_our_errors():
-        Table.parse(text)
+        Table.parse(text).check()
 
 
 # ------------------------------------------------------------------------- damaged files

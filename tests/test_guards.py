@@ -22,6 +22,7 @@ from helpers import (
     assert_same_bits,
     cnn,
     image_batches,
+    interleave,
     mlp,
     plain_loop,
     trainer_for,
@@ -264,8 +265,6 @@ def test_a_second_roll_back_trusts_no_copy_that_a_first_one_followed() -> None:
 @pytest.mark.parametrize("backward", ["stash", "current", "recompute"])
 def test_roll_back_leaves_what_is_in_flight_its_weights(backward: Any) -> None:
     """Gradients of older forwards are met after it: any order between stages gives one result."""
-    from offbeat.engines.worker import shuffled
-
     found = []
     for seed in range(4):
         model = mlp()
@@ -278,7 +277,7 @@ def test_roll_back_leaves_what_is_in_flight_its_weights(backward: Any) -> None:
             cuts=[2, 4],
             guards=Guards(nonfinite="roll-back", every=3),
         )
-        trainer._interleaving = shuffled(seed)
+        interleave(trainer, seed)
         for x, y in vector_batches(14):
             trainer.step(x, y)
         trainer.flush()
@@ -336,7 +335,7 @@ class Tables(nn.Linear):
 def test_skipping_copies_what_changes_and_nothing_else() -> None:
     trainer = trainer_for([Tables(), nn.Linear(6, 4).double()], guards=Guards(nonfinite="skip"))
     *good, bad = with_nan(vector_batches(8), 7)
-    guard, held = trainer._workers[0].guard, []
+    guard, held = trainer._engine.workers[0].guard, []
     for x, y in good:
         trainer.step(x, y)
         (copy_,) = guard._copies

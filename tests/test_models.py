@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +14,18 @@ from torch.nn import functional as F
 import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, plain_loop, vector_batches
-from offbeat.cutting.blocks import same_values
+from offbeat.averaging import DaSGD
+from offbeat.cutting.blocks import BlocksCut
 from offbeat.cutting.compare import _other_gradient, _summary
+from offbeat.cutting.cut import Cut
+from offbeat.cutting.given import GivenCut
+from offbeat.cutting.sequential import SequentialCut
+from offbeat.cutting.sharing import Sharing
+from offbeat.cutting.traced import TracedCut
+from offbeat.cutting.ways import WAYS, plan_cut
 from offbeat.errors import BatchError, ConfigurationError, StageError
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
+from offbeat.stages.trial import same_values
 
 METHODS: list[Method] = [Synchronous(), StaleWeights(), ADL(2), DSP()]
 
@@ -36,19 +45,19 @@ def trained(model: nn.Module, batches: Any, method: Method, **settings: Any) -> 
     return trainer
 
 
-# ------------------------------------------------------------------ a trunk of blocks
+# ------------------------------------------------------------------ blocks
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.title)
-def test_a_trunk_is_cut_like_the_same_layers_in_a_list(method: Method) -> None:
+def test_blocks_are_cut_like_the_same_layers_in_a_list(method: Method) -> None:
     """The cut model and a hand-written list of stages give the same bits."""
     model, batches = jobs.tower(), jobs.tower_batches()
     ours = trained(model, batches, method, cuts=["blocks.1", "blocks.3"])
     assert ours.cuts == (1, 3)
     twin = copy.deepcopy(model)
     by_hand = trained(jobs.HandCut(twin).stages(), batches, method)  # type: ignore[arg-type]
-    theirs = [p for worker in by_hand._workers for p in worker.stage.parameters]
-    mine = [p for worker in ours._workers for p in worker.stage.parameters]
+    theirs = [p for worker in by_hand._engine.workers for p in worker.stage.parameters]
+    mine = [p for worker in ours._engine.workers for p in worker.stage.parameters]
     assert len(mine) == len(theirs) == len(list(model.parameters()))
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other)
@@ -60,7 +69,7 @@ def test_stages_balance_by_themselves_and_use_the_longest_list() -> None:
     ours = trained(jobs.tower(), jobs.tower_batches(), StaleWeights(), stages=3)
     assert ours.cuts is not None
     assert len(ours.cuts) == 2
-    assert [len(worker.stage.parameters) > 0 for worker in ours._workers] == [True] * 3
+    assert [len(worker.stage.parameters) > 0 for worker in ours._engine.workers] == [True] * 3
 
 
 def test_the_first_forward_is_that_of_the_whole_model_and_touches_nothing() -> None:
@@ -125,7 +134,7 @@ class Ties(jobs.Tower):
         (Ties, "'inlet.weight' is also 'outlet.weight'.*tie_word_embeddings"),
     ],
 )
-def test_a_trunk_that_is_no_chain_is_refused(kind: type[nn.Module], words: str) -> None:
+def test_blocks_that_are_no_chain_are_refused(kind: type[nn.Module], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         trained(kind(), jobs.tower_batches(), StaleWeights(), cuts=["blocks.2"])
 
@@ -152,12 +161,6 @@ def test_children_of_a_sequential_may_be_named() -> None:
     assert trained(model, [], StaleWeights(), cuts=["b"]).cuts == (1,)
     with pytest.raises(ConfigurationError, match="unknown child to cut at 'd'"):
         trained(model, [], StaleWeights(), cuts=["d"])
-
-
-def test_in_processes_and_with_replicas() -> None:
-    alone = jobs.train_tower(replicas=2)
-    for state in offbeat.launch(jobs.train_tower, 4, 2):
-        assert_same_bits(state, alone)
 
 
 class Centred(nn.Module):
@@ -505,7 +508,7 @@ def shares_statistics(cut: str) -> tuple[nn.Module, dict[str, Any]]:
     norm = nn.BatchNorm1d(8, affine=False)
     if cut == "traced":
         return Norms(norm), {"cuts": ["second"]}
-    if cut == "trunk":
+    if cut == "blocks":
         model = Tower()
         model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), norm) for _ in range(2))
         return model, {"stages": 2}
@@ -524,7 +527,7 @@ class Norms(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("cut", ["cuts", "stages", "trunk", "traced"])
+@pytest.mark.parametrize("cut", ["cuts", "stages", "blocks", "traced"])
 def test_statistics_of_two_stages_are_refused_unless_frozen(cut: str) -> None:
     batches = vector_batches(2, dtype=torch.float32)
     model, settings = shares_statistics(cut)
@@ -577,6 +580,16 @@ class Places(Tower):
 
     def before(self, x: Tensor) -> Tensor:
         return super().before(x) + self.places.weight[0]
+
+
+class Remakes(Tower):
+    """Runs again in the backward what comes before the blocks."""
+
+    def before(self, x: Tensor) -> Tensor:
+        inner = super().before
+        early = torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+        assert isinstance(early, Tensor)
+        return early
 
 
 class Caches(Tower):
@@ -668,6 +681,7 @@ def unbiased() -> Tower:
 PECULIAR: dict[str, Any] = {
     "weights from the first batch": lambda: tower_with(lambda: Starts("weight")),
     "a buffer of the first batch": lambda: tower_with(lambda: Starts("buffer")),
+    "checkpoints before the blocks": Remakes,
     "reentrant checkpoints": lambda: tower_with(Recomputes),
     "a weight without its module": Places,
     "in place first": lambda: tower_with(
@@ -725,7 +739,7 @@ class Drops(Tower):
 def test_dropout_at_both_ends_is_drawn_where_it_counts(modules: int, replicas: int) -> None:
     batches = vector_batches(2, dtype=torch.float32)
     found = trained(Drops(modules), batches, StaleWeights(), stages=2, replicas=replicas)
-    for worker in found._workers:
+    for worker in found._engine.workers:
         seen = [m for m in worker.stage.module.modules() if isinstance(m, nn.Dropout)]
         output = worker.stage.module.frame.late(torch.ones(64))  # type: ignore[operator, union-attr]
         assert len(seen) == modules
@@ -851,7 +865,7 @@ def test_a_traced_model_trains_and_loads_back(method: Method) -> None:
     batches = images()
     trainer = trained(Branches(), batches, method, cuts=["first", "second"])
     assert trainer.cuts == ("first", "second")
-    assert [len(worker.stage.parameters) for worker in trainer._workers] == [4, 2, 4]
+    assert [len(worker.stage.parameters) for worker in trainer._engine.workers] == [4, 2, 4]
     whole = Branches()
     whole.load_state_dict(trainer.state_dict())
     whole.eval()
@@ -937,6 +951,86 @@ def test_a_traced_model_keeps_the_modes_of_its_modules() -> None:
     ours.model.train()
     with pytest.raises(StageError, match=r"'norm' is in training .* recorded in evaluation"):
         ours.step(*batches[0])
+
+
+# ------------------------------------------------------------------ every way
+
+
+def sequential() -> nn.Sequential:
+    torch.manual_seed(9)
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4)
+    return nn.Sequential(*layers)
+
+
+EVERY: dict[type[Cut], tuple[Callable[[], Any], dict[str, Any]]] = {
+    GivenCut: (lambda: [sequential()[:3], sequential()[3:]], {}),
+    SequentialCut: (sequential, {"stages": 2}),
+    BlocksCut: (jobs.tower, {"stages": 2}),
+    TracedCut: (lambda: shares_statistics("traced")[0], {"cuts": ["head"]}),
+}
+"""Of every way to cut: a model for vectors of six, and settings that make two stages of it."""
+
+EACH = pytest.mark.parametrize("way", EVERY, ids=lambda way: way.__name__)
+
+
+def train_each(replicas: int) -> list[dict[str, Any]]:
+    states = []
+    for build, settings in EVERY.values():
+        trainer = trained(
+            build(), [], StaleWeights(), replicas=replicas, averaging=DaSGD(2, 1), **settings
+        )
+        for x, y in trainer.batches(jobs.tower_batches()):
+            trainer.step(x, y)
+        trainer.evaluate([(x[:4], y[:4]) for x, y in jobs.tower_batches()])
+        states.append(trainer.state_dict())
+    return states
+
+
+def test_every_way_is_tried() -> None:
+    assert set(EVERY) == set(WAYS)
+
+
+@EACH
+def test_a_cut_trains_like_a_plain_loop(way: type[Cut]) -> None:
+    build, settings = EVERY[way]
+    model, batches = build(), jobs.tower_batches()
+    assert type(plan_cut(model, **settings)) is way
+    expected, _ = plain_loop(model if way is not GivenCut else nn.Sequential(*model), batches)
+    ours = trained(model, batches, Synchronous(), **settings)
+    assert ours.stages == 2
+    assert ours.cuts is not None and len(ours.cuts) == (way is not GivenCut)
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], value, atol=1e-6), name
+
+
+@EACH
+def test_a_copy_of_a_cut_has_weights_of_its_own(way: type[Cut]) -> None:
+    build, settings = EVERY[way]
+    cut = plan_cut(build(), **settings).decide(jobs.tower_batches()[0][0])
+    copied = cut.copy()
+    assert copied.places == cut.places
+    for one in (cut, copied):
+        own = [p for module in one.modules for p in module.parameters()]
+        assert {id(p) for p in own} == {id(p) for p in one.model.parameters()}
+        assert not list(one.sharing().common())
+    assert not {id(p) for p in cut.model.parameters()} & {id(p) for p in copied.model.parameters()}
+
+
+def test_in_processes_and_with_replicas() -> None:
+    alone = train_each(replicas=2)
+    for states in offbeat.launch(train_each, 4, 2):
+        for state, expected in zip(states, alone, strict=True):
+            assert_same_bits(state, expected)
+
+
+def test_sharing_names_the_stages_and_the_names_of_a_tensor() -> None:
+    model = sequential()
+    model[4].weight = model[3].weight
+    sharing = Sharing.among(model, [model[:3], model[3:], model[4:]])
+    assert sharing.uses(model[0].weight) == {0: ["0.weight"]}  # type: ignore[arg-type]
+    ((name, tensor, uses), *_) = sharing.common()
+    assert (name, uses) == ("3.weight", {1: ["3.weight", "4.weight"], 2: ["4.weight"]})
+    assert tensor is model[3].weight
 
 
 # ------------------------------------------------------------------ Hugging Face

@@ -279,7 +279,7 @@ def test_a_probe_leaves_out_what_was_frozen_meanwhile() -> None:
         for parameter in trainer.model.parameters():
             if frozen and parameter.dim() == 2:
                 parameter.requires_grad_(False)
-        point = trainer._workers[0].stage.corrector.stale_weights()
+        point = trainer._engine.workers[0].stage.corrector.stale_weights()
         assert point is not None
         assert all(weights.shape == p.shape for p, weights in point.items())
         found.append(trainer.probe(*vector_batches(1)[0]))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,11 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.methods.auto import Auto, least_depths, plan_for
+from offbeat.methods.findings import load, sentence
 from offbeat.optimizers import kind_of
 from offbeat.schedules.timeline import Costs, timeline
 
+ROOT = Path(__file__).parent.parent
 LAGGING = [m for m in METHODS if issubclass(m, Asynchronous) and m is not DGL]
 
 # ------------------------------------------------------------------ caps
@@ -188,10 +194,16 @@ def test_auto_warns_of_parts_that_are_smaller_than_it_would_make_them() -> None:
         trainer_for(model, "auto", cuts=[2, 3]).step(*vector_batches(1, rows=24)[0])
 
 
-def test_auto_says_what_it_chose_and_why(capsys: Any) -> None:
+def test_auto_says_what_it_chose_and_why(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "offbeat")
     trainer = trainer_for(mlp(), "auto", cuts=[2, 4])
-    said = capsys.readouterr().out
-    assert said == f"{trainer.plan}\n"
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said == str(trainer.plan)
+    assert record.name.split(".")[0] == "offbeat"
+    assert capsys.readouterr().out == ""  # a constructor does not print
     assert said.startswith("auto: pipedream:accumulate=3 + spike-compensation\n")
     assert "in flight per stage 2 1 0" in said
     assert "in 3 parts, as many as stages up to 8: fewer lost accuracy" in said
@@ -212,13 +224,51 @@ def test_auto_is_what_it_says() -> None:
     assert_same_bits(chosen.state_dict(), named.state_dict())
 
 
-def test_corrections_of_one_s_own_win_over_auto_s(capsys: Any) -> None:
+@contextmanager
+def untouched_logging() -> Iterator[None]:
+    """As in a process where nobody has set up logging; pytest has."""
+    root, own = logging.getLogger(), logging.getLogger("offbeat")
+    handlers, levels = root.handlers, (root.level, own.level)
+    root.handlers = []
+    root.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        root.setLevel(levels[0])
+        own.setLevel(levels[1])
+
+
+@pytest.mark.parametrize(
+    ("set_up", "shown"),
+    [
+        (lambda: None, "{plan}\n"),
+        (lambda: logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s"),
+         "INFO {plan}\n"),
+        (lambda: logging.basicConfig(), ""),
+        (lambda: logging.getLogger("offbeat").setLevel(logging.WARNING), ""),
+    ],
+    ids=["nobody", "at info", "at warning", "silenced"],
+)  # fmt: skip
+def test_auto_is_shown_once_where_nobody_has_set_up_logging(
+    set_up: Any, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with untouched_logging():
+        set_up()
+        trainer = trainer_for(mlp(), "auto", cuts=[2, 4])
+        trainer_for(mlp(), PipeDream(), cuts=[2, 4])
+    assert capsys.readouterr() == ("", shown.format(plan=trainer.plan))
+    assert not logging.getLogger("offbeat").handlers  # how the user logs is the user's
+
+
+def test_corrections_of_one_s_own_win_over_auto_s(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "offbeat")
     own = [Predict(horizon="lag"), ClipPerStage(times=3)]
     trainer = trainer_for(mlp(), Auto(hop=0.5), cuts=[2, 4], corrections=own)
     assert list(trainer.corrections) == own
-    said = capsys.readouterr().out
+    said = caplog.records[0].getMessage()
     assert " + predict:horizon=lag + clip-per-stage:times=3\n" in said
-    assert said.endswith("corrections as they were given\n")
+    assert said.endswith("corrections as they were given")
     assert trainer_for(mlp(), "auto", cuts=[2, 4], corrections=[]).corrections == ()
 
 
@@ -270,6 +320,42 @@ def test_an_optimizer_that_knows_its_parameters_by_name_is_found_out() -> None:
 def test_bad_settings_of_auto_get_words(settings: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         Auto(**settings)
+
+
+# ------------------------------------------------------------------ what has been measured
+
+
+def held(page: str, template: str, figures: dict[str, Any]) -> bool:
+    """Whether a line of a page reads so; three dots stand for anything."""
+    parts = map(re.escape, template.format(**figures).split("..."))
+    return re.search(".*".join(parts), (ROOT / page).read_text()) is not None
+
+
+@pytest.mark.parametrize("name", load()["findings"])
+def test_a_finding_is_what_was_measured_and_what_the_page_shows(name: str) -> None:
+    finding = load()["findings"][name]
+    assert set(finding) == {"setting", "figures", "where", "measured", "page", "shown"}
+    for page, templates in (("where", "measured"), ("page", "shown")):
+        for template in finding[templates]:
+            assert held(finding[page], template, finding["figures"]), template
+    for figure in finding["figures"]:
+        assert any(f"{{{figure}:" in template for template in finding["measured"])
+
+
+def test_the_page_has_the_limits_of_auto() -> None:
+    limits = load()["limits"]
+    for template in limits["shown"]:
+        assert held(limits["page"], template, limits), template
+
+
+def test_every_sentence_is_said_and_cites_findings_that_exist() -> None:
+    sentences, findings = load()["sentences"], load()["findings"]
+    planner = (ROOT / "src/offbeat/methods/auto.py").read_text()
+    reasons = {rule["reason"] for rule in load()["corrections"]}
+    assert set(sentences) == reasons | set(re.findall(r"""sentence\(["'](\w+)""", planner))
+    cited = set(re.findall(r"\{(\w+)\[", " ".join(sentences.values())))
+    assert cited <= set(findings)
+    assert "0.06 nats (AdamW) or 0.005 (Muon)" in sentence("extrapolate_late")
 
 
 def test_a_run_by_auto_stores_what_it_came_to(tmp_path: Path, capsys: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 import jobs
 import offbeat
 from helpers import assert_same_bits, trainer_for
-from offbeat.engines.processes import describe
+from offbeat.engines.setup import describe
 from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLost
 from offbeat.faults import Faults
 from offbeat.methods import (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import offbeat
 from helpers import assert_same_bits, cnn, image_batches, trainer_for
 from offbeat.cutting import timing as profiling
-from offbeat.cutting.cut import plan_cut
-from offbeat.cutting.timing import measured_cuts
+from offbeat.cutting.timing import cut_by_time
+from offbeat.cutting.ways import plan_cut
 from offbeat.engines.checks import check_balance
 from offbeat.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ class Slow(nn.Module):
 
 def test_time_decides_where_arithmetic_would_not() -> None:
     layers = [Slow(seconds) for seconds in (0.03, 0.03, 0.0, 0.0, 0.0, 0.0)]
-    assert measured_cuts(layers, torch.ones(2, 4), 2) == [1]
+    assert cut_by_time(layers, torch.ones(2, 4), 2) == [1]
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
@@ -47,7 +47,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
         stages=3,
         balance="measured",
     )
-    trainer._build(x)
+    trainer._pipeline.build(x)
     assert_same_bits(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -69,7 +69,7 @@ def test_stages_side_by_side_are_charged_for_their_company(monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(profiling, "_seconds_together", together)
-    assert measured_cuts(modules, torch.ones(2, 4), 4, side_by_side=True)[:2] == [1, 2]
+    assert cut_by_time(modules, torch.ones(2, 4), 4, side_by_side=True)[:2] == [1, 2]
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, trainer_for
 from offbeat.averaging import (
+    AVERAGINGS,
     CO2,
     AllReduce,
     Averaging,
@@ -25,6 +28,8 @@ from offbeat.averaging import (
 from offbeat.errors import BatchError, ConfigurationError, WorkerLost
 from offbeat.faults import Faults
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
+from test_averaging import example_of
+from test_docs import AVERAGE, blocks
 
 Job = tuple[str, Method, Averaging, int, int, dict[str, Any]]
 
@@ -49,15 +54,28 @@ ALONE: list[Job] = [
 ]
 
 
+def whatever_else_joins() -> list[Job]:
+    tried = {type(job[2]) for job in TIMES_STAGES}
+    examples = [example_of(kind) for kind in AVERAGINGS if kind not in tried]
+    return [("dropout", StaleWeights(), example, 2, 2, {}) for example in examples]
+
+
+@pytest.fixture
+def gossip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Averaging:
+    """The worked example of docs/add-an-averaging.md, in a file that processes can import."""
+    (tmp_path / "gossip_of_the_page.py").write_text(blocks(AVERAGE, "python")[0].text)
+    monkeypatch.syspath_prepend(tmp_path)
+    made: Averaging = importlib.import_module("gossip_of_the_page").Gossip(2)
+    return made
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "todo",
-    [
-        pytest.param(TIMES_STAGES, id="2 x 2"),
-        pytest.param(ALONE, id="4 x 1", marks=pytest.mark.long),
-    ],
-)
-def test_processes_give_the_bits_of_one(todo: list[Job]) -> None:
+@pytest.mark.parametrize("layout", ["2 x 2", pytest.param("4 x 1", marks=pytest.mark.long)])
+def test_processes_give_the_bits_of_one(layout: str, gossip: Averaging) -> None:
+    todo = ALONE
+    if layout == "2 x 2":
+        in_pairs: Job = ("dropout", StaleWeights(), gossip, 4, 1, {})
+        todo = [*TIMES_STAGES, *whatever_else_joins(), in_pairs]
     by_rank = offbeat.launch(jobs.train_all_replicas, 4, todo, timeout_s=240)
     for place, job in enumerate(todo):
         settings = {name: value for name, value in job[5].items() if name != "faults"}
@@ -151,7 +169,8 @@ def test_a_replica_that_dies_ends_the_run_with_words() -> None:
 def test_what_is_frozen_later_is_frozen_in_every_replica(averaging: Averaging) -> None:
     network, batches = jobs.job_of("dropout")
     trainer = trainer_for(network, cuts=[3], replicas=2, averaging=averaging)
-    first = [worker.stage.module[0] for worker in trainer._workers if worker.stage.index == 0]  # type: ignore[index]
+    stages = [worker.stage for worker in trainer._engine.workers if worker.stage.index == 0]
+    first = [stage.module[0] for stage in stages]  # type: ignore[index]
     for x, y in batches[:2]:
         trainer.step(x, y)
     assert len(first) == 2

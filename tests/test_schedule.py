@@ -8,7 +8,16 @@ import pytest
 
 import oracles
 from offbeat.errors import Deadlock, ScheduleError
-from offbeat.methods import ADL, DSP, METHODS, GPipe, Method, OneFOneB, StaleWeights
+from offbeat.methods import (
+    ADL,
+    DSP,
+    METHODS,
+    Asynchronous,
+    GPipe,
+    Method,
+    OneFOneB,
+    StaleWeights,
+)
 from offbeat.schedules.schedule import Schedule
 from offbeat.schedules.table import Action, Table
 from offbeat.schedules.timeline import Costs, timeline
@@ -47,6 +56,31 @@ def test_every_batch_is_forwarded_backwarded_and_applied_once(
         for kind, numbers in (("F", micro), ("B", micro), ("U", list(range(steps)))):
             found = [action.batch for action in table.order(stage) if action.kind == kind]
             assert found == numbers
+
+
+ACCUMULATING = [
+    kind(accumulate=accumulate)
+    for kind in METHODS
+    if issubclass(kind, Asynchronous)
+    for accumulate in (3, 4, 7)
+]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("method", [*ALL, *ACCUMULATING], ids=str)
+def test_after_step_n_a_stage_has_applied_n_minus_its_depth(method: Method, stages: int) -> None:
+    """Its depth in whole batches: of its micro-batches in flight, those of a batch in one."""
+    schedule = method.schedule(stages)
+    parts = schedule.micro_batches
+    for stage in range(stages):
+        depth = -(-schedule.in_flight(stage) // parts)
+        assert schedule.depth(stage) == depth
+        done: dict[str, list[int]] = {"F": [], "B": [], "U": []}
+        for n in range(2 * schedule.fill_steps + 3):
+            for action in schedule.row(stage, n):
+                done[action.kind].append(action.batch)
+            assert done["F"] == list(range((n + 1) * parts))
+            assert done["U"] == list(range(max(0, n + 1 - depth)))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -122,11 +156,21 @@ def test_deadlock_names_every_worker_and_what_it_waits_for() -> None:
         ("", "an empty table"),
         ("0B0 0F0", "0B0 comes before 0F0 at stage 0"),
         ("0F0 0F0", "0F0 appears twice at stage 0"),
+        (
+            "0F0@1 0B0 0U0",
+            r"0F0@1 reads a version that no update .* is 0\) at stage 0",
+        ),
+        ("0F0 0B0 0U0 0F1@1 0B1 0U1 0F2@3", r"0F2@3 reads .*\(the newest is 2\)"),
     ],
 )
 def test_bad_tables_get_words(text: str, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         Table.parse(text).check()
+
+
+@pytest.mark.parametrize("text", ["0F0 0B0 0U0 0F1@1 0B1 0U1", "0F0@0 0B0 0U0 0F1@0 0B1 0U1"])
+def test_a_version_that_an_update_wrote_may_be_read(text: str) -> None:
+    Table.parse(text).check()
 
 
 def test_a_schedule_whose_parts_disagree_is_refused() -> None:

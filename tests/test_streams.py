@@ -32,7 +32,6 @@ from helpers import (
     vector_batches,
 )
 from offbeat import nest
-from offbeat import trainer as trainer_module
 from offbeat.app.experiment import Experiment
 from offbeat.app.training import optimizer_factory
 from offbeat.averaging import AllReduce
@@ -177,7 +176,8 @@ class PretendedRecording:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "Lane", PretendedLane)
     monkeypatch.setattr(streams, "LaneMemory", Memory)
-    monkeypatch.setattr(trainer_module, "marked", lambda: PretendedInstant(perf_counter()))
+    clock = staticmethod(lambda: PretendedInstant(perf_counter()))
+    monkeypatch.setattr(streams.Streams, "clock", clock)
     monkeypatch.setattr(checks, "check_streams", lambda *_: None)
     made = GraphStage.__init__
 
@@ -190,7 +190,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stages_of(trainer: offbeat.Trainer) -> list[GraphStage]:
-    found = [worker.stage for worker in trainer._workers]
+    found = [worker.stage for worker in trainer._engine.workers]
     assert all(isinstance(stage, GraphStage) for stage in found)
     return found  # type: ignore[return-value]
 
@@ -469,10 +469,10 @@ def test_guards_that_look_stop_and_name() -> None:
 def test_more_stages_than_queues_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     with pytest.warns(UserWarning, match="9 stages share 8 hardware queues.*MAX_CONNECTIONS=32"):
-        found = streams.Streams(9, CPU, Ledger())
+        found = streams.Streams(9, CPU)
     assert all(one is other for one, other in found.lanes)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    assert all(one is not other for one, other in streams.Streams(9, CPU, Ledger()).lanes)
+    assert all(one is not other for one, other in streams.Streams(9, CPU).lanes)
 
 
 # ------------------------------------------------------------------------- optimizers

@@ -63,7 +63,7 @@ def test_step_returns_the_loss_of_a_fixed_batch(method: Method) -> None:
     assert [loss is None for loss in returned] == [n < expected_delay for n in range(7)]
     losses = [loss for loss in returned if loss is not None] + trainer.flush()
     measured = trainer.ledger.losses(stage=2)
-    parts = trainer._schedule.micro_batches
+    parts = trainer._pipeline.schedule.micro_batches
     for n, loss in enumerate(losses):
         mean = sum(measured[n * parts + j] for j in range(parts)) / parts
         if 6 % parts == 0:
@@ -92,7 +92,7 @@ def test_after_step_n_a_stage_has_applied_n_minus_its_lag() -> None:
     trainer = trainer_for(mlp(), StaleWeights(), cuts=[2, 4])
     for n, (x, y) in enumerate(vector_batches(8)):
         trainer.step(x, y)
-        versions = [worker.stage.version for worker in trainer._workers]
+        versions = [worker.stage.version for worker in trainer._engine.workers]
         assert versions == [max(0, n + 1 - 4), max(0, n + 1 - 2), n + 1]
 
 
@@ -158,14 +158,16 @@ def test_stepping_again_after_a_flush_fills_anew(method: Method) -> None:
         trainer.step(x, y)
     first = trainer.flush()
     assert trainer.flush() == []
-    assert len(first) == min(3, trainer._schedule.loss_delay)
+    assert len(first) == min(3, trainer._pipeline.schedule.loss_delay)
     losses = [trainer.step(x, y) for x, y in batches[3:]]
-    assert [loss is None for loss in losses] == [n < trainer._schedule.loss_delay for n in range(3)]
+    assert [loss is None for loss in losses] == [
+        n < trainer._pipeline.schedule.loss_delay for n in range(3)
+    ]
     trainer.flush()
-    assert all(worker.stage.version == 6 for worker in trainer._workers)
+    assert all(worker.stage.version == 6 for worker in trainer._engine.workers)
     for stage in range(3):
         lags = trainer.ledger.lags(stage)
-        parts = trainer._schedule.micro_batches
+        parts = trainer._pipeline.schedule.micro_batches
         assert len(lags) == 6 * parts
         assert [lags[i] for i in range(3 * parts)] == [
             lags[3 * parts + i] for i in range(3 * parts)
@@ -189,7 +191,7 @@ def test_fewer_batches_than_stages() -> None:
         trainer = trainer_for(mlp(), method, stages=4)
         trainer.step(*vector_batches(1)[0])
         trainer.flush()
-        assert [worker.stage.version for worker in trainer._workers] == [1, 1, 1, 1]
+        assert [worker.stage.version for worker in trainer._engine.workers] == [1, 1, 1, 1]
 
 
 def test_flush_before_the_first_step_does_nothing() -> None:
@@ -213,8 +215,8 @@ def test_hybrid_is_one_method_a_drain_and_the_other() -> None:
         by_hand.step(x, y)
     assert trainer.lags == (4, 2, 0)
     by_hand.flush()
-    optimizers = [worker.stage.optimizers[0] for worker in by_hand._workers]
-    schedulers = [worker.stage.schedulers[0] for worker in by_hand._workers]
+    optimizers = [worker.stage.optimizers[0] for worker in by_hand._engine.workers]
+    schedulers = [worker.stage.schedulers[0] for worker in by_hand._engine.workers]
     for n, (x, y) in enumerate(batches[5:]):
         loss = nn.functional.cross_entropy(by_hand.model(x), y)
         loss.backward()
@@ -234,7 +236,7 @@ def test_phases_may_change_micro_batches_rules_and_losses() -> None:
     for x, y in image_batches(15):
         trainer.step(x, y)
     trainer.flush()
-    assert [worker.stage.version for worker in trainer._workers] == [15, 15, 15]
+    assert [worker.stage.version for worker in trainer._engine.workers] == [15, 15, 15]
     assert all(torch.isfinite(value).all() for value in trainer.state_dict().values())
 
 
@@ -568,7 +570,7 @@ def test_an_error_in_a_forward_leaves_all_weights_as_they_were(method: Method, w
     for _ in range(5):
         trainer.step(x, y)
     trainer.flush()
-    assert len({worker.stage.version for worker in trainer._workers}) == 1
+    assert len({worker.stage.version for worker in trainer._engine.workers}) == 1
 
 
 def test_a_run_goes_on_after_an_error_that_some_stages_were_past() -> None:
@@ -682,7 +684,7 @@ def test_a_model_that_begins_to_train_later_does_so_everywhere(
     for x, y in batches[2:]:
         trainer.step(x, y)
     trainer.flush()
-    for model in trainer._models:
+    for model in trainer._pipeline.models:
         counts = [m.num_batches_tracked for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
         assert counts == [5, 5]
 

@@ -120,7 +120,7 @@ def test_hybrid_and_replicas_train(tmp_path: Path) -> None:
 def test_muon_gets_the_matrices_and_adamw_the_rest() -> None:
     """Made, not stepped: its bfloat16 products are illegal instructions on some CPUs."""
     experiment = Experiment.read({"optimizer": "muon", "model": "mlp", **_short()})
-    stage = build(experiment, data_named("digits"), 23)._workers[0].stage
+    stage = build(experiment, data_named("digits"), 23)._engine.workers[0].stage
     muon, adamw = stage.optimizers
     assert {p.dim() for p in muon.param_groups[0]["params"]} == {2}
     assert {p.dim() for p in adamw.param_groups[0]["params"]} == {1}

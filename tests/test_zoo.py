@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.cutting.cut import operation_counts, plan_cut
+from offbeat.cutting.counting import count_operations
+from offbeat.cutting.ways import plan_cut
 from offbeat.errors import BatchError, ConfigurationError, OffbeatError
 from offbeat.zoo import (
     NETWORKS,
@@ -73,7 +74,7 @@ def test_the_papers_ppv_cuts_after_the_16_channel_group(depth: int, ppv: int) ->
     """PPV = 2n+1: conv, bn, relu and n blocks stay in the first stage."""
     cut = plan_cut(resnet(depth), ppv=(ppv,))
     assert cut.places == (3 + (depth - 2) // 6,)
-    first, second = cut.modules()
+    first, second = cut.modules
     activation = first(torch.zeros(2, 3, 8, 8))
     assert activation.shape == (2, 16, 8, 8)
     assert second(activation).shape == (2, 10)
@@ -108,11 +109,11 @@ def test_digits_cnn_makes_four_stages_of_about_equal_cost() -> None:
     x = torch.zeros(4, 1, 8, 8)
     assert model(x).shape == (4, 10)
     assert 10_000 < parameters(model) < 100_000
-    cut = plan_cut(model, stages=4).weighed(x)
-    costs = operation_counts(cut.modules(), x)
+    cut = plan_cut(model, stages=4).decide(x)
+    costs = count_operations(cut.modules, x)
     assert len(costs) == 4
     assert max(costs) < 1.2 * min(costs)
-    assert all(any(True for _ in module.parameters()) for module in cut.modules())
+    assert all(any(True for _ in module.parameters()) for module in cut.modules)
 
 
 # ---------------------------------------------------------------------------- other networks
@@ -199,7 +200,7 @@ def test_the_papers_four_stage_placements(
     assert callable(build)
     with torch.device("meta"):
         cut = plan_cut(build(), ppv=(ppv,))
-        first, second = cut.modules()
+        first, second = cut.modules
         activation = first(torch.zeros(2, *shape))
         assert activation.shape == (2, *between)
         assert second(activation).shape == (2, 10)

@@ -228,7 +228,7 @@ def evaluated(
 
 def _described(trainer: offbeat.Trainer) -> dict[str, Any]:
     """Of the first phase: lags, places, and the share of all weights in stages that lag."""
-    counts = [sum(p.numel() for p in worker.stage.parameters) for worker in trainer._workers]
+    counts = [sum(p.numel() for p in worker.stage.parameters) for worker in trainer._engine.workers]
     stale = sum(count for count, lag in zip(counts, trainer.lags, strict=True) if lag)
     return {
         "lags": list(trainer.lags),

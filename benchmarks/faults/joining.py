@@ -32,6 +32,7 @@ from jobs import dropout_net  # noqa: E402
 from offbeat.averaging import AllReduce, Averaging, DaSGD, DiLoCo, LocalSGD  # noqa: E402
 from offbeat.elastic.door import return_number  # noqa: E402
 from offbeat.engines.checks import checksum_of  # noqa: E402
+from offbeat.engines.processes import Processes  # noqa: E402
 from offbeat.errors import OffbeatError, WorkerLost  # noqa: E402
 
 STEPS = 720
@@ -107,27 +108,31 @@ def train(plan: Plan) -> dict[str, Any]:
     held_s = 0.0
     for x, y in trainer.batches(batches):
         for kill in kills:
-            if kill["at"] == trainer._step:
+            if kill["at"] == trainer._pipeline.position.step:
                 threading.Timer(kill["delay_s"], die).start()
         trainer.step(x, y)
         time.sleep(_PAUSE_S)
-        while trainer._step >= _HOLD and held_s < _HOLD_S and is_awaited(trainer, said):
+        while (
+            trainer._pipeline.position.step >= _HOLD
+            and held_s < _HOLD_S
+            and is_awaited(trainer, said)
+        ):
             time.sleep(_PAUSE_S)
             held_s += _PAUSE_S
     trainer.flush()
     return {
         "digest": checksum_of(list(trainer.state_dict().values())),
-        "steps": trainer._step,
+        "steps": trainer._pipeline.position.step,
         "gone": sum("is gone" in words for words in said),
         "back": sum("is back" in words for words in said),
-        "joined_at": trainer._processes.joined_at if trainer._processes is not None else 0,
+        "joined_at": trainer._engine.joined_at,
     }
 
 
 def is_awaited(trainer: offbeat.Trainer, said: list[str]) -> bool:
     """Whether a replica is away and steps are not what it takes to let it in."""
-    assert trainer._processes is not None
-    door = trainer._processes._door
+    assert isinstance(trainer._engine, Processes)
+    door = trainer._engine.door
     away = sum(("is gone" in words) - ("is back" in words) for words in said)
     return away > 0 and door is not None and door._promised is None and door._admission is None
 

@@ -31,7 +31,7 @@ from offbeat.engines.evaluation import Evaluation
 from offbeat.errors import BatchError, CheckpointError, ConfigurationError
 from offbeat.guards import Guards, Update, Updates
 from offbeat.methods import Method, Phases, Synchronous, method_named
-from offbeat.methods.auto import Auto, settings_of
+from offbeat.methods.auto import Auto, settings_of, shown_on
 from offbeat.optimizers import Muon
 from offbeat.stages.memory import StageMemory
 from offbeat.trainer import Trainer
@@ -104,10 +104,10 @@ def _check_batches(experiment: Experiment, data: Data, trainer: Trainer) -> None
     count = data.train.count(size, train=True, drop_last=drop_last)
     for number in {0, count - 1}:
         x, _ = data.train.batch(size, number, train=True, augment=False, seed=0, epoch=0)
-        rows = torch.zeros(len(x), device=trainer._device)
+        rows = torch.zeros(len(x), device=trainer.device)
         try:
             part = shards_of(rows, parts)[0]
-            trainer._shards(part, part)
+            trainer.check_batch(part, part)
         except BatchError as error:
             last = " It is the last of an epoch: --drop-last leaves it out." if number else ""
             raise ConfigurationError(f"{error}{last}") from None
@@ -115,7 +115,7 @@ def _check_batches(experiment: Experiment, data: Data, trainer: Trainer) -> None
 
 def _parts_of_batches(trainer: Trainer) -> int:
     """Among how many processes the rows of a batch are divided."""
-    return trainer.replicas // len(trainer._here)
+    return trainer.replicas // trainer.replicas_here
 
 
 def run_experiment(
@@ -138,7 +138,8 @@ def run_experiment(
         augment=experiment.augment,
         drop_last=experiment.drop_last,
     )
-    trainer = build(experiment, data, len(loader))
+    with shown_on(sys.stdout):
+        trainer = build(experiment, data, len(loader))
     _check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
     looking = watchers() if trainer.rank == 0 else []

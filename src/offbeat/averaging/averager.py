@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SparseAdam
 
-from offbeat.averaging.base import Averaging, Plan
-from offbeat.averaging.compression import Codec, Int8, codec_for
-from offbeat.averaging.moments import MomentPlace, Moments
-from offbeat.averaging.rows import dtype_of, flatten, mean_of, unflatten, write
+from offbeat.averaging.base import Averaging
+from offbeat.averaging.compression import Codec, codec_for
+from offbeat.averaging.flat import dtype_of, flatten, mean_of, unflatten
+from offbeat.averaging.fragment import Fragment
 from offbeat.errors import ConfigurationError
 from offbeat.records.ledger import Ledger
 from offbeat.stages.stage import Stage
@@ -54,8 +54,13 @@ class Averager:
         self._trainable = [p for p in stage.parameters if p.requires_grad]
         if self._plan is None or averaging.warmup:
             _refuse_sparse_only(averaging, stage)
+        if self._plan is not None and self._plan.partners is not None and not averaging.exact:
+            raise ConfigurationError(
+                f"{averaging}: exact=False sends one sum over all replicas, and here a replica"
+                " averages with its partners only. Use exact=True."
+            )
         self._layers = _layers_of(stage, self._plan.fragments if self._plan else 1)
-        self._fragments: list[_Fragment] = []
+        self._fragments: list[Fragment] = []
         self._gradient_codec = codec_for(
             averaging.compress, dtype_of(self._trainable), [p.numel() for p in self._trainable]
         )
@@ -72,13 +77,13 @@ class Averager:
         if self._plan is None or version < self._local_from:
             return [Task(kind, "gradients", version) for kind in ("S", "M")]
         if not self._fragments:
-            self._begin_rounds()
+            self._fragments = self._new_fragments()
         return []
 
-    def _begin_rounds(self) -> None:
+    def _new_fragments(self) -> list[Fragment]:
         assert self._plan is not None
-        self._fragments = [
-            _Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
+        return [
+            Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
             for parameters in self._layers
         ]
 
@@ -155,9 +160,9 @@ class Averager:
     def pending(self) -> list[Key]:
         """Averages that are under way."""
         return [
-            Key("weights", self._stage.index, fragment.started, source=number)
+            Key("weights", self._stage.index, version, source=number)
             for number, fragment in enumerate(self._fragments)
-            if fragment.started is not None
+            for version in fragment.under_way
         ]
 
     def settle(self) -> None:
@@ -167,19 +172,22 @@ class Averager:
         if self._plan is not None:
             self._local_from = max(self._averaging.warmup, self._stage.version)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Where its rounds stand; rows of numbers are never written again, so they are shared."""
+    def snapshot(self, *, debts: bool = True) -> dict[str, Any]:
+        """Where its rounds stand; vectors are never written again, so they are shared.
+
+        Without ``debts``, which are what rounding has left out of this replica's messages, it is
+        what another replica can go on from.
+        """
         return {
             "local_from": self._local_from,
-            "gradient_codec": _attributes(self._gradient_codec),
-            "fragments": [fragment.snapshot() for fragment in self._fragments],
+            "gradient_codec": self._gradient_codec.memory() if debts else {},
+            "fragments": [fragment.snapshot(debts=debts) for fragment in self._fragments],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._local_from = state["local_from"]
-        _set_attributes(self._gradient_codec, state["gradient_codec"])
-        if state["fragments"]:
-            self._begin_rounds()
+        self._gradient_codec.load(state["gradient_codec"])
+        self._fragments = self._new_fragments() if state["fragments"] else []
         for fragment, found in zip(self._fragments, state["fragments"], strict=True):
             fragment.restore(found)
 
@@ -189,149 +197,8 @@ class Averager:
         self._local_from = max(self._averaging.warmup, self._stage.version)
 
 
-class _Fragment:
-    """A part of a stage's weights that is averaged as one row of numbers."""
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        stage: Stage,
-        averaging: Averaging,
-        plan: Plan,
-        replicas: int,
-    ) -> None:
-        weights = flatten(parameters)
-        self._parameters = parameters
-        self._stage = stage
-        self._policy = averaging.optimizer_state
-        self._keep = plan.keep
-        self._progress = plan.keep if plan.progress is None else plan.progress
-        self.outer = plan.outer(weights, replicas)
-        self.started: int | None = None
-        """The version of the weights at which the average under way was started."""
-        self._sent: Tensor | None = None
-        self._row: Tensor | None = None
-        """Memory for the weights at a merge."""
-        sizes = [parameter.numel() for parameter in parameters]
-        self._codec = codec_for(averaging.compress, weights.dtype, sizes)
-        # Few bits go far when they describe the way from a point that every replica knows: the
-        # last average. A late one is measured from the point known when it was started.
-        relative = averaging.compress is not None and self.outer.sends == "weights"
-        self._known: Tensor | None = weights if relative else None
-        self._measured_from: dict[int, Tensor] = {}
-        self._moments = Moments(parameters, stage.optimizers, stage.index)
-        self._moments_sent: dict[int, list[MomentPlace]] = {}
-        """By the number of an average under way: an optimizer may keep more when it is merged."""
-
-    def start(self, version: int) -> list[Tensor]:
-        """What this replica contributes to an average that starts now."""
-        now = flatten(self._parameters)
-        part = self.outer.part(now)
-        self.started = version
-        self._sent = now if self._keep != self._progress else None
-        if self._known is not None:
-            self._measured_from[version] = self._known
-            part = part - self._known
-        parts = self._codec.encode(part)
-        if self._policy == "average":
-            self._moments_sent[version], moments = self._moments.parts()
-            parts += moments
-        return parts
-
-    def merge(self, number: int, gathered: Gathered | None) -> None:
-        """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
-        mean = None if gathered is None else self._mean_of(number, gathered)
-        moments = self._moments_sent.pop(number, []) if gathered is not None else []
-        self._row = now = flatten(self._parameters, self._row)
-        target = self.outer.target(mean, now)
-        if gathered is not None and not self.outer.sends_first:
-            self.started = None
-        if target is None:
-            return
-        write(self._merged(target, now), self._parameters)
-        if moments and gathered is not None:
-            sent = [parts[self._width :] for parts in gathered.parts]
-            self._moments.merge(moments, sent, self._keep)
-        elif self._policy == "reset":
-            for optimizer in self._stage.optimizers:
-                for parameter in self._parameters:
-                    optimizer.state.pop(parameter, None)
-
-    @property
-    def _width(self) -> int:
-        """How many of the parts on the wire are the weights."""
-        return 2 if isinstance(self._codec, Int8) else 1
-
-    def _mean_of(self, number: int, gathered: Gathered) -> Tensor:
-        rows = [self._codec.decode(parts[: self._width]) for parts in gathered.parts]
-        mean = mean_of(rows, gathered.replicas)
-        if self._known is not None:
-            mean = self._known = self._measured_from.pop(number) + mean
-        return mean
-
-    def _merged(self, target: Tensor, now: Tensor) -> Tensor:
-        """X + keep (x_sent - X) + progress (x - x_sent), written over ``now``.
-
-        Never over x_sent, which other replicas of this process may not have read yet.
-        """
-        if self._keep == self._progress == 0:
-            return target
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return now.sub_(target).mul_(self._keep).add_(target)
-        now.sub_(sent).mul_(self._progress)
-        return now.add_((sent - target).mul_(self._keep).add_(target))
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "outer": _attributes(self.outer),
-            "codec": _attributes(self._codec),
-            "started": self.started,
-            "sent": self._sent,
-            "known": self._known,
-            "measured_from": dict(self._measured_from),
-            "moments_sent": {
-                number: [tuple(moment) for moment in sent]
-                for number, sent in self._moments_sent.items()
-            },
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        _set_attributes(self.outer, state["outer"])
-        _set_attributes(self._codec, state["codec"])
-        self.started, self._sent = state["started"], state["sent"]
-        self._known, self._measured_from = state["known"], state["measured_from"]
-        self._moments_sent = {
-            number: [MomentPlace(*moment) for moment in sent]
-            for number, sent in state["moments_sent"].items()
-        }
-
-    def settle(self) -> None:
-        weights = flatten(self._parameters)
-        self.outer.settle(weights)
-        self.started = self._sent = None
-        self._measured_from.clear()
-        self._moments_sent.clear()
-        if self._known is not None:
-            self._known = weights
-
-
-def _attributes(rule: object) -> dict[str, Any]:
-    """The numbers and tensors an outer rule or a codec goes by: all it knows."""
-    return {
-        name: value
-        for name, value in vars(rule).items()
-        if value is None or isinstance(value, bool | int | float | str | Tensor)
-    }
-
-
-def _set_attributes(rule: object, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(rule, name, value)
-
-
 def _refuse_sparse_only(averaging: Averaging, stage: Stage) -> None:
-    """Averaged gradients are rows of numbers, so all of them come back dense."""
+    """Averaged gradients are flat vectors, so all of them come back dense."""
     if any(isinstance(optimizer, SparseAdam) for optimizer in stage.optimizers):
         raise ConfigurationError(
             f"{averaging.title} averages gradients, which makes them dense, and SparseAdam of stage"
@@ -367,9 +234,10 @@ def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:
 
 
 def _gradients_of(parameters: Sequence[nn.Parameter], codec: Codec) -> list[Tensor]:
-    """All gradients in a row, and for each parameter whether it has one."""
-    row = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-    return [*codec.encode(row), row.new_tensor([float(p.grad is not None) for p in parameters])]
+    """All gradients in a vector, and for each parameter whether it has one."""
+    vector = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    present = vector.new_tensor([float(p.grad is not None) for p in parameters])
+    return [*codec.encode(vector), present]
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], codec: Codec, gathered: Gathered) -> None:

@@ -1,9 +1,9 @@
 """What an averaging is: what replicas agree on, how often, how late, and how it is merged."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -62,9 +62,28 @@ class Averaging(ABC):
                 " cannot be summed on the way, so they are always gathered. Leave one of them out."
             )
 
+    @property
+    def bears_missing_replicas(self) -> bool:
+        """Whether averages can go on without a replica that died: no sum counts on all of them."""
+        return self.exact
+
     @abstractmethod
     def plan(self) -> "Plan | None":
         """The rule in the engine's terms; None where only gradients are averaged."""
+
+
+@dataclass(frozen=True)
+class Periodic(Averaging):
+    """Averages weights after every ``every``-th update: by default all at once, into the mean."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("every", self.every)
+
+    def plan(self) -> "Plan":
+        return Plan(every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,33 +106,49 @@ class Plan:
     """Parts of the model that are averaged in turn."""
     outer: Callable[[Tensor, int], Outer] = Mean
     """Called per fragment with the weights that all replicas start from, and their number."""
+    partners: Callable[[int, int, int], Collection[int]] | None = None
+    """Called with a round, from 0, a replica and the number of replicas: whom this replica averages
+    with in this round, itself included. None: all with all."""
+
+    def members(self, round: int, replica: int, replicas: int) -> set[int]:
+        """Whose parts are in a replica's average of this round.
+
+        >>> Plan(every=1).members(0, 2, 4)
+        {0, 1, 2, 3}
+        """
+        everybody = set(range(replicas))
+        if self.partners is None:
+            return everybody
+        members = set(self.partners(round, replica, replicas))
+        if replica not in members or not members <= everybody:
+            raise ConfigurationError(
+                f"partners({round}, {replica}, {replicas}) gives {sorted(members)}: a replica"
+                f" averages with itself and with any others from 0 to {replicas - 1}."
+            )
+        return members
 
     def starts_at(self, fragment: int) -> int:
         """The update, modulo ``every``, after which a fragment's averages start."""
         return ((fragment + 1) * self.every // self.fragments) % self.every
 
 
-def require_every(every: object) -> None:
-    require_count("every", every)
-
-
-def require_delay(delay: object, every: int) -> None:
-    whole = isinstance(delay, int) and not isinstance(delay, bool)
-    if not whole or not 0 <= delay <= every:  # type: ignore[operator]
+def require_delay(delay: Any, every: int) -> None:
+    if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
         raise ConfigurationError(
             f"delay={delay!r}: an average is merged before the next one starts, so with"
             f" every={every} give a whole number from 0 to {every}."
         )
 
 
-def require_share(name: str, value: object, meaning: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= 1:  # type: ignore[operator]
+def require_share(name: str, value: Any, meaning: str) -> None:
+    if not _is_number(value) or not 0 <= value <= 1:
         raise ConfigurationError(f"{name}={value!r}: give a number from 0 to 1, {meaning}.")
 
 
-def require_positive(name: str, value: object, *, zero: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not (value > 0 or (zero and value == 0)):  # type: ignore[operator]
-        least = "of at least 0" if zero else "above 0"
-        raise ConfigurationError(f"{name}={value!r}: give a number {least}.")
+def require_positive(name: str, value: Any) -> None:
+    if not _is_number(value) or not value > 0:
+        raise ConfigurationError(f"{name}={value!r}: give a number above 0.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from offbeat.averaging.base import Averaging, Plan, require_every, require_positive, require_share
+from offbeat.averaging.base import Periodic, Plan, require_positive, require_share
 from offbeat.averaging.outer import LateStep, Outer
 
 
 @dataclass(frozen=True)
-class CO2(Averaging):
+class CO2(Periodic):
     """``m <- momentum m + (X - z)/penalty; X <- X - lr clip(m); x <- X`` at the end of each round.
 
     z is the average of the weights at the end of the round before, so nobody waits for it. At the
@@ -22,7 +22,6 @@ class CO2(Averaging):
     title = "CO2"
     reference = "Sun et al. 2024, arXiv 2401.16265"
 
-    every: int
     outer_lr: float = field(default=1.0, kw_only=True)
     outer_momentum: float = field(default=0.5, kw_only=True)
     penalty: float = field(default=1.0, kw_only=True)
@@ -30,7 +29,6 @@ class CO2(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_every(self.every)
         require_positive("outer_lr", self.outer_lr)
         require_share("outer_momentum", self.outer_momentum, "0.2 to 0.5 in the paper")
         require_positive("penalty", self.penalty)

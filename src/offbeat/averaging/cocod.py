@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from offbeat.averaging.base import Averaging, Plan, require_every
+from offbeat.averaging.base import Periodic, Plan
 
 
 @dataclass(frozen=True)
-class CoCoD(Averaging):
+class CoCoD(Periodic):
     """Computation and communication decoupled: ``x_i <- z + (x_i - x_i,sent)`` a round late.
 
     The average z of one round's start is merged at its end, with the whole round's own progress on
@@ -18,12 +18,6 @@ class CoCoD(Averaging):
     name = "cocod"
     title = "CoCoD-SGD"
     reference = "Shen et al. 2019, arXiv 1906.12043"
-
-    every: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_every(self.every)
 
     def plan(self) -> Plan:
         return Plan(every=self.every, delay=self.every, keep=0.0, progress=1.0)

@@ -1,68 +1,77 @@
-"""Fewer bytes on the wire: a row of numbers as bf16, or as int8 with one scale per tensor.
+"""Fewer bytes on the wire: a flat vector as bf16, or as int8 with one scale per tensor.
 
-What rounding leaves out is remembered and added to the next message (error feedback), so that small
-changes are late instead of lost.
+What rounding leaves out is the sender's debt: it is remembered and added to the next message (error
+feedback), so that small changes are late instead of lost.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Codec(Protocol):
-    def encode(self, row: Tensor) -> list[Tensor]:
-        """What goes on the wire for a row of numbers."""
-
-    def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """The row as every replica reads it."""
+from offbeat.averaging.stateful import Stateful
 
 
-class Plain:
-    """All bits."""
+class Codec(Stateful):
+    """Sends all bits. All that a codec remembers is what it owes to its next message."""
 
-    def encode(self, row: Tensor) -> list[Tensor]:
-        return [row]
+    width = 1
+    """How many parts a vector has on the wire."""
+
+    def encode(self, vector: Tensor) -> list[Tensor]:
+        """What goes on the wire for a vector."""
+        return [vector]
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
+        """The vector as every replica reads it."""
         return sent[0]
 
 
-class BFloat16:
-    """Two bytes a number: the range of float32 with 8 bits of precision."""
+class Rounding(Codec):
+    """Sends fewer bits, and what they leave out with the next vector."""
+
+    remembers = ("_debt",)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._error: Tensor | None = None
+        self._debt: Tensor | None = None
 
-    def encode(self, row: Tensor) -> list[Tensor]:
-        wanted = row if self._error is None else row + self._error
-        sent = [wanted.bfloat16()]
-        self._error = wanted - self.decode(sent)
+    def encode(self, vector: Tensor) -> list[Tensor]:
+        wanted = vector if self._debt is None else vector + self._debt
+        sent = self._rounded(wanted)
+        self._debt = wanted - self.decode(sent)
         return sent
+
+    @abstractmethod
+    def _rounded(self, wanted: Tensor) -> list[Tensor]: ...
+
+
+class BFloat16(Rounding):
+    """Two bytes a number: the range of float32 with 8 bits of precision."""
+
+    def _rounded(self, wanted: Tensor) -> list[Tensor]:
+        return [wanted.bfloat16()]
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
         return sent[0].to(self._dtype)
 
 
-class Int8:
+class Int8(Rounding):
     """One byte a number, and four for the scale of each tensor: its largest entry is 127."""
 
-    def __init__(self, dtype: torch.dtype, sizes: Sequence[int]) -> None:
-        self._dtype = dtype
-        self._sizes = list(sizes)
-        self._error: Tensor | None = None
+    width = 2
 
-    def encode(self, row: Tensor) -> list[Tensor]:
-        wanted = row if self._error is None else row + self._error
+    def __init__(self, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+        super().__init__(dtype)
+        self._sizes = tuple(sizes)
+
+    def _rounded(self, wanted: Tensor) -> list[Tensor]:
         largest = torch.stack([part.abs().max() for part in wanted.split(self._sizes)])
         scales = (largest / 127).float()
         steps = self._per_number(scales).to(self._dtype)
         numbers = torch.where(steps > 0, wanted / steps, 0.0).round().clamp(-127, 127)
-        sent = [numbers.to(torch.int8), scales]
-        self._error = wanted - self.decode(sent)
-        return sent
+        return [numbers.to(torch.int8), scales]
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
         numbers, scales = sent
@@ -75,4 +84,4 @@ class Int8:
 def codec_for(compress: str | None, dtype: torch.dtype, sizes: Sequence[int]) -> Codec:
     if compress == "int8":
         return Int8(dtype, sizes)
-    return BFloat16(dtype) if compress == "bf16" else Plain()
+    return BFloat16(dtype) if compress == "bf16" else Codec()

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from offbeat.averaging.base import Averaging, Plan, require_delay, require_every, require_share
+from offbeat.averaging.base import Periodic, Plan, require_delay, require_share
 
 
 @dataclass(frozen=True)
-class DaSGD(Averaging):
+class DaSGD(Periodic):
     """Local SGD with delayed averaging: nobody waits for an average that takes ``delay`` steps.
 
     Every ``every`` updates the average z of the weights is started; ``delay`` updates later
@@ -27,14 +27,12 @@ class DaSGD(Averaging):
     title = "DaSGD"
     reference = "Zhou et al. 2020, arXiv 2006.00441"
 
-    every: int
     delay: int
     keep: float = 0.25
     progress: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_every(self.every)
         require_delay(self.delay, self.every)
         require_share("keep", self.keep, "the share of its own weights a replica keeps at a merge")
         if self.progress is not None:

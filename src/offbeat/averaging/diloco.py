@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.averaging.base import Averaging, Plan, require_every, require_positive, require_share
+from offbeat.averaging.base import Periodic, Plan, require_positive, require_share
 from offbeat.averaging.outer import Outer, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuterSettings(Averaging):
+class OuterSettings(Periodic):
     """What the DiLoCos share: SGD with momentum over the average change of a round."""
 
     outer_lr: float = 0.7
@@ -36,12 +36,6 @@ class DiLoCo(OuterSettings):
     name = "diloco"
     title = "DiLoCo"
     reference = "Douillard et al. 2023, arXiv 2311.08105"
-
-    every: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_every(self.every)
 
     def plan(self) -> Plan:
         return Plan(every=self.every, outer=self._step)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.averaging.base import Plan, require_every
+from offbeat.averaging.base import Plan
 from offbeat.averaging.diloco import OuterSettings
 from offbeat.averaging.outer import EagerStep, Outer
 
@@ -23,11 +23,10 @@ class EagerDiLoCo(OuterSettings):
     title = "Eager DiLoCo"
     reference = "Kale et al. 2025, arXiv 2502.12996"
 
-    every: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_every(self.every)
+    @property
+    def bears_missing_replicas(self) -> bool:
+        """No: what a replica's own share is goes by their number."""
+        return False
 
     def plan(self) -> Plan:
         return Plan(every=self.every, delay=self.every, outer=self._eager)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from offbeat.averaging.base import Averaging, Plan, require_every
+from offbeat.averaging.base import Periodic
 
 
 @dataclass(frozen=True)
-class LocalSGD(Averaging):
+class LocalSGD(Periodic):
     """``every`` local updates, then ``x_i <- mean of all x``; all wait for it.
 
     Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv
@@ -16,12 +16,3 @@ class LocalSGD(Averaging):
     name = "local-sgd"
     title = "Local SGD"
     reference = "Stich 2019, arXiv 1805.09767"
-
-    every: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_every(self.every)
-
-    def plan(self) -> Plan:
-        return Plan(every=self.every)

@@ -1,8 +1,8 @@
 """Averages of momentum and Adam's moments: whatever an optimizer keeps in the shape of a weight.
 
 Replicas need not have the same ones: the update of one may have been dropped, or a weight may have
-had a gradient in another replica only. Yet their rows of numbers must have the same places, or they
-could not be gathered. So a row has a place for everything an optimizer keeps once it has stepped a
+had a gradient in another replica only. Yet what they send must have the same places, or it could
+not be gathered. So a vector has a place for everything an optimizer keeps once it has stepped a
 weight, zeros where there is nothing yet, and says which places count.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.averaging.rows import flatten, mean_of
+from offbeat.averaging.flat import flatten, mean_of
 from offbeat.errors import ConfigurationError
 from offbeat.rng import seeded
 
 
 class MomentPlace(NamedTuple):
-    """One place in a row, by numbers, so that a checkpoint can name it."""
+    """One place in a vector, by numbers, so that a checkpoint can name it."""
 
     parameter: int
     optimizer: int
@@ -44,7 +44,7 @@ class Moments:
         """What stand-ins have told, by kind of weight."""
 
     def parts(self) -> tuple[list[MomentPlace], list[Tensor]]:
-        """The places of a row, and on the wire: the row, and for each place whether it counts."""
+        """The places, and on the wire: one vector, and for each place whether it counts."""
         places: list[MomentPlace] = []
         values: list[Tensor] = []
         there: list[float] = []
@@ -63,8 +63,8 @@ class Moments:
                 there += [float(counts)] * len(found)
         if not places:
             return [], []
-        row = flatten(values)
-        return places, [row, row.new_tensor(there)]
+        vector = flatten(values)
+        return places, [vector, vector.new_tensor(there)]
 
     def _to_come(self, place: int, number: int, parameter: nn.Parameter) -> _Kept:
         """What an optimizer will keep of a weight of this group that it has not stepped yet."""

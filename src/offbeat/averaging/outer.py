@@ -1,24 +1,31 @@
 """What replicas head for: from an average to the point X that a merge pulls them to.
 
-Every rule works on one fragment's weights as a single row of numbers and never writes into what it
-is given.
+Every rule works on one fragment's weights as a single flat vector. It never writes into what it is
+given, and keeps nothing of ``now``, whose memory is used again.
 """
 
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from offbeat.averaging.stateful import Stateful
 
-class Outer(Protocol):
-    sends: Literal["weights", "changes"]
+
+class Outer(Stateful, ABC):
+    """One replica's rule for one fragment; ``remembers`` names what a checkpoint must hold."""
+
+    sends: ClassVar[Literal["weights", "changes"]] = "weights"
     """What a part is: numbers near the weights, or differences near zero."""
-    sends_first: bool
+    sends_first: ClassVar[bool] = False
     """Whether the part is taken before the merge that falls on the same update."""
 
     def part(self, now: Tensor) -> Tensor:
         """What this replica contributes to an average that starts now."""
+        return now
 
+    @abstractmethod
     def target(self, mean: Tensor | None, now: Tensor) -> Tensor | None:
         """X, from the average that has arrived (None before the first); None for no merge."""
 
@@ -26,31 +33,24 @@ class Outer(Protocol):
         """All replicas have just been set to these weights."""
 
 
-class Mean:
+class Mean(Outer):
     """X is the average of the weights."""
-
-    sends: Literal["weights", "changes"] = "weights"
-    sends_first = False
 
     def __init__(self, *_: object) -> None:
         pass
 
-    def part(self, now: Tensor) -> Tensor:
-        return now
-
     def target(self, mean: Tensor | None, _now: Tensor) -> Tensor | None:
         return mean
 
-    def settle(self, _weights: Tensor) -> None:
-        pass
 
-
-class Anchor(Mean):
+class Anchor(Outer):
     """The average of anchors that run ahead of the weights with a momentum of their own.
 
     ``u <- momentum u + (z - x)``, and ``z - u`` is sent: Overlap-Local-SGD's v is u over the
     learning rate, so the two agree while that is constant.
     """
+
+    remembers = ("_z", "_u")
 
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
@@ -72,11 +72,11 @@ class Anchor(Mean):
         self._z = None
 
 
-class Step:
+class Step(Outer):
     """X is one step of an outer optimizer from the last X, along the average change since."""
 
-    sends: Literal["weights", "changes"] = "changes"
-    sends_first = False
+    sends = "changes"
+    remembers: ClassVar[tuple[str, ...]] = ("_base", "_velocity")
 
     def __init__(self, start: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
         self._base = start
@@ -102,9 +102,13 @@ class Step:
 
 
 class EagerStep(Step):
-    """The step uses a replica's own fresh change, and the others' from one round ago."""
+    """The step uses a replica's own fresh change, and the others' from one round ago.
+
+    A part is taken right before the step below, which still needs what was sent the last time.
+    """
 
     sends_first = True
+    remembers = (*Step.remembers, "_sent")
 
     def __init__(
         self, start: Tensor, replicas: int, lr: float, momentum: float, nesterov: bool
@@ -112,10 +116,6 @@ class EagerStep(Step):
         super().__init__(start, lr, momentum, nesterov)
         self._replicas = replicas
         self._sent: Tensor | None = None
-
-    def part(self, now: Tensor) -> Tensor:
-        # Taken right before the step below, which still needs what was sent the last time.
-        return self._base - now
 
     def target(self, mean: Tensor | None, now: Tensor) -> Tensor | None:
         own = self._base - now
@@ -131,11 +131,11 @@ class EagerStep(Step):
         self._sent = None
 
 
-class LateStep:
+class LateStep(Outer):
     """CO2: a step along the momentum of the gap to an average that is one round late."""
 
-    sends: Literal["weights", "changes"] = "weights"
     sends_first = True
+    remembers = ("_old", "_m")
 
     def __init__(
         self, start: Tensor, lr: float, momentum: float, penalty: float, clip: float | None
@@ -143,9 +143,6 @@ class LateStep:
         self._old = start
         self._m = torch.zeros_like(start)
         self._lr, self._momentum, self._penalty, self._clip = lr, momentum, penalty, clip
-
-    def part(self, now: Tensor) -> Tensor:
-        return now
 
     def target(self, mean: Tensor | None, _now: Tensor) -> Tensor | None:
         if mean is None:

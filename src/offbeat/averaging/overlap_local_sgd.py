@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offbeat.averaging.base import Averaging, Plan, require_every, require_share
+from offbeat.averaging.base import Periodic, Plan, require_share
 from offbeat.averaging.outer import Anchor, Outer
 from offbeat.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class OverlapLocalSGD(Averaging):
+class OverlapLocalSGD(Periodic):
     """``x_i <- (1 - pull) x_i + pull z`` every round, z being one round old.
 
     Without ``momentum`` it is ``DaSGD(every, delay=every, keep=1 - pull)``. With it the anchor runs
@@ -23,13 +23,11 @@ class OverlapLocalSGD(Averaging):
     title = "Overlap-Local-SGD"
     reference = "Wang et al. 2020, arXiv 2002.09539"
 
-    every: int
     pull: float = 0.6
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_every(self.every)
         require_share("pull", self.pull, "how far replicas move to the anchor")
         require_share("momentum", self.momentum, "of the anchor")
         if self.momentum == 1:

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from offbeat.averaging.base import Averaging, Plan, require_every
+from offbeat.averaging.base import Periodic
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import require_count
 
 
 @dataclass(frozen=True)
-class PostLocalSGD(Averaging):
+class PostLocalSGD(Periodic):
     """Gradients are averaged in the first ``switch`` updates; from there on local SGD.
 
     The paper switches at the first decay of the learning rate. Reference: Lin, Stich, Patel, Jaggi,
@@ -19,11 +19,9 @@ class PostLocalSGD(Averaging):
     title = "Post-local SGD"
     reference = "Lin et al. 2020, arXiv 1808.07217"
 
-    every: int
     switch: int
 
     def __post_init__(self) -> None:
-        require_every(self.every)
         require_count("switch", self.switch)
         if self.warmup not in (0, self.switch):
             raise ConfigurationError(
@@ -32,6 +30,3 @@ class PostLocalSGD(Averaging):
             )
         object.__setattr__(self, "warmup", self.switch)
         super().__post_init__()
-
-    def plan(self) -> Plan:
-        return Plan(every=self.every)

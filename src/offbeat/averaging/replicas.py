@@ -1,14 +1,27 @@
 """What the replicas of a model are together: their mean, for export, evaluation and a flush."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging import Averaging, rows
-from offbeat.averaging.rows import dtype_of
-from offbeat.engines.worker import Worker
-from offbeat.transport.base import Key
+from offbeat.averaging import flat
+from offbeat.averaging.averager import Averager
+from offbeat.averaging.base import Averaging
+from offbeat.stages.stage import Stage
+from offbeat.transport.base import Key, Transport
+
+
+class Member(Protocol):
+    """What is needed of a worker."""
+
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def averager(self) -> Averager | None: ...
+    @property
+    def transport(self) -> Transport: ...
 
 
 class Replicas:
@@ -17,9 +30,10 @@ class Replicas:
     def __init__(self, count: int, averaging: Averaging | None) -> None:
         self.count = count
         self.averaging = averaging
-        self._asked = 0
+        self.asked = 0
+        """How many means have been asked for; all replicas count alike."""
 
-    def settle(self, workers: Sequence[Worker]) -> None:
+    def settle(self, workers: Sequence[Member]) -> None:
         """Sets every replica to the mean of all, in place of any average still under way."""
         if self.averaging is None:
             return
@@ -34,32 +48,32 @@ class Replicas:
             worker.averager.settle()
 
     def states(
-        self, workers: Sequence[Worker], *, first: bool = False
+        self, workers: Sequence[Member], *, first: bool = False
     ) -> dict[int, dict[str, Tensor]]:
         """Weights and buffers per stage: the mean of all replicas, or those of the first."""
         if self.count == 1:
             return {worker.stage.index: state_of(worker.stage.module) for worker in workers}
         assert self.averaging is not None
-        found = {}
+        states = {}
         own = [state_of(worker.stage.module) for worker in workers]
         everyone = self._gather(workers, [list(state.values()) for state in own])
         for worker, state, replicas in zip(workers, own, everyone, strict=True):
-            found[worker.stage.index] = {
+            states[worker.stage.index] = {
                 name: values[0] if first or self._is_local(entry) else mean_of(values)
                 for (name, entry), values in zip(state.items(), replicas, strict=True)
             }
-        return found
+        return states
 
     def _is_local(self, entry: Tensor) -> bool:
         assert self.averaging is not None
         return not isinstance(entry, nn.Parameter) and self.averaging.statistics == "local"
 
     def _gather(
-        self, workers: Sequence[Worker], tensors: Sequence[Sequence[Tensor]]
+        self, workers: Sequence[Member], tensors: Sequence[Sequence[Tensor]]
     ) -> list[list[tuple[Tensor, ...]]]:
         """Per worker and tensor the values in all replicas."""
-        self._asked += 1
-        keys = [Key("export", worker.stage.index, self._asked) for worker in workers]
+        self.asked += 1
+        keys = [Key("export", worker.stage.index, self.asked) for worker in workers]
         for worker, key, own in zip(workers, keys, tensors, strict=True):
             worker.transport.gather(key, [tensor.detach().clone() for tensor in own])
         gathered = [
@@ -84,5 +98,5 @@ def mean_of(values: Sequence[Tensor]) -> Tensor:
     first = values[0]
     if not first.is_floating_point() or all(torch.equal(first, value) for value in values[1:]):
         return first
-    wide = dtype_of(values)
-    return rows.mean_of([value.to(wide) for value in values], len(values)).to(first.dtype)
+    wide = flat.dtype_of(values)
+    return flat.mean_of([value.to(wide) for value in values], len(values)).to(first.dtype)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offbeat.averaging.base import Plan, require_delay, require_every, require_share
+from offbeat.averaging.base import Plan, require_delay, require_share
 from offbeat.averaging.diloco import OuterSettings
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import require_count
@@ -23,14 +23,12 @@ class StreamingDiLoCo(OuterSettings):
     title = "Streaming DiLoCo"
     reference = "Douillard et al. 2025, arXiv 2501.18512"
 
-    every: int
     fragments: int = 2
     delay: int = 1
     mix: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_every(self.every)
         require_count("fragments", self.fragments)
         if self.fragments > self.every:
             raise ConfigurationError(

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offbeat.checkpoints import tensorfile
 from offbeat.checkpoints.folder import candidates, entry_of, partial_of, publish
+from offbeat.engines.base import Notes
 from offbeat.errors import CheckpointError
 
 _NICENESS = 10
@@ -36,30 +37,11 @@ class Order:
     manifest: dict[str, Any]
 
 
-class Everyone(Protocol):
-    """How the writers of several processes agree."""
-
-    def tell(self, name: str, value: Any) -> None: ...
-
-    def hear(self, name: str, ranks: Sequence[int], given_up: Callable[[], bool]) -> list[Any]: ...
-
-
-class Alone:
-    def __init__(self) -> None:
-        self._told: dict[str, Any] = {}
-
-    def tell(self, name: str, value: Any) -> None:
-        self._told = {name: value}
-
-    def hear(self, name: str, _ranks: Sequence[int], _given_up: Callable[[], bool]) -> list[Any]:
-        return [self._told[name]]
-
-
 class Writer:
     """Writes one checkpoint at a time; a second waits for the first, so memory stays bounded."""
 
     def __init__(
-        self, everyone: Everyone, rank: int, lost: Callable[[], bool], timeout_s: float
+        self, everyone: Notes, rank: int, lost: Callable[[], bool], timeout_s: float
     ) -> None:
         self._everyone, self._rank = everyone, rank
         self._lost, self._timeout_s = lost, timeout_s

@@ -64,7 +64,10 @@ class Correction(ABC):
         return 1.0
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        """Refuses a method under which the correction would mean nothing."""
+        """Refuses a method under which the correction would mean nothing.
+
+        Raises with the reason and a way out; the trainer puts the method's name before it.
+        """
         del rule, reads_old_versions
 
     @abstractmethod

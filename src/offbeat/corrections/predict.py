@@ -61,9 +61,9 @@ class Predict(Correction):
         del rule
         if reads_old_versions:
             raise ConfigurationError(
-                "predict under PipeDream2BW: its forwards read an older version on purpose, so that"
-                " all micro-batches of a step agree. Use PipeDream(accumulate=M) with predict, or"
-                " extrapolate with PipeDream2BW."
+                "forwards read an older version on purpose, so that all micro-batches of a step"
+                " agree, and predict would give them another. Use extrapolate in its place, or"
+                " predict with a method that reads the newest version, as PipeDream(accumulate=M)."
             )
 
     def hook(self, around: Surroundings) -> "Prediction":

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
+def cut_by_costs(costs: Sequence[float], stages: int) -> list[int]:
     """Where stages 1, 2, ... begin, minimising the largest sum; each stage has at least one layer.
 
     Exact, by dynamic programming over (stages, layers). Among equal answers the earliest cuts win,
     so that every machine finds the same ones.
 
-    >>> balanced_cuts([4, 1, 1, 1, 1, 4], 3)
+    >>> cut_by_costs([4, 1, 1, 1, 1, 4], 3)
     [1, 5]
     """
     layers = len(costs)

@@ -15,35 +15,35 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from offbeat import nest
-from offbeat.cutting import blocks as trunk
+from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError, OffbeatError
 from offbeat.nest import Nest
-from offbeat.stages.trial import outputs_of, untouched
+from offbeat.stages.trial import Whole, leave_untouched, outputs_of, same_values, switch_mode
 
 Loan = Callable[[], AbstractContextManager[None]]
 """Lends a model random weights, or nothing where it does not run on them."""
 
 
 def compare_with_whole(
-    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, lent: Loan
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, lend: Loan
 ) -> None:
     """Refuses stages that do not compute what the whole model does, and remember it alike."""
     _refuse_other_outputs(model, stages, batch, name)
-    with lent():  # zeros at the start hide what is used
+    with lend():  # zeros at the start hide what is used
         _refuse_other_outputs(model, stages, batch, name)
         _refuse_other_gradients(model, stages, batch, name)
-    _refuse_shared_buffers(model, stages, batch)
+    Sharing.among(model, stages).refuse_written_buffers(batch)
 
 
 def _refuse_other_outputs(
     model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
 ) -> None:
     for training in (True, False):
-        with _mode(model, training):
-            wanted = outputs_of([trunk.Whole(model)], batch)[-1]
-            with worded(model, name):
-                found = outputs_of(stages, batch)[-1]
-        if not trunk.same_values(found, wanted):
+        with switch_mode(model, training=training):
+            whole = outputs_of([Whole(model)], batch)[-1]
+            with explain_failure(model, name):
+                cut = outputs_of(stages, batch)[-1]
+        if not same_values(cut, whole):
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"
                 f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
@@ -55,8 +55,8 @@ def _refuse_other_gradients(
 ) -> None:
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     try:
-        with _mode(model, training=True):
-            whole, cut = (_gradients(m, batch, trained) for m in ([trunk.Whole(model)], stages))
+        with switch_mode(model, training=True):
+            whole, cut = (_gradients(m, batch, trained) for m in ([Whole(model)], stages))
     except Exception:  # reentrant checkpoints cannot be asked, and memory may not suffice for it
         return
     other = _other_gradient(whole, cut)
@@ -68,14 +68,7 @@ def _refuse_other_gradients(
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    with trunk.modes_kept(model):
-        trunk.set_mode(model, training=training)
-        yield
-
-
-@contextmanager
-def worded(model: nn.Module, name: str) -> Iterator[None]:
+def explain_failure(model: nn.Module, name: str) -> Iterator[None]:
     """Gives words to whatever the pieces of a model raise and the whole does not."""
     try:
         yield
@@ -94,14 +87,14 @@ _UNSEEN = (
 )
 
 
-def loan_for(model: nn.Module, batch: Nest) -> Loan:
+def find_loan(model: nn.Module, batch: Nest) -> Loan:
     """Lends random weights to a model that runs on them; to another nothing."""
-    whole = [trunk.Whole(model)]
+    whole = [Whole(model)]
     outputs_of(whole, batch)  # what begins with the first batch begins at the model's own weights
     try:
         with _random_weights(model):
             for training in (True, False):
-                with _mode(model, training):
+                with switch_mode(model, training=training):
                     outputs_of(whole, batch)
     except Exception:  # whatever a model may ask of its weights
         return nullcontext
@@ -155,13 +148,13 @@ def _gradients(
 ) -> dict[str, _Gradient]:
     """The gradient of some function of all outputs, by name; none where it is not connected."""
     value = nest.replace(batch, lambda t: t.clone())
-    with untouched(modules), torch.enable_grad():
+    with leave_untouched(modules), torch.enable_grad():
         for module in modules:
             value = module(value)
         outputs = [tensor for tensor in nest.tensors(value) if tensor.requires_grad]
         if not outputs or not trained:
             return {}
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             outputs,
             list(trained.values()),
             # Unlike for each element, since the sum of a normalised output says nothing.
@@ -170,7 +163,7 @@ def _gradients(
         )
     return {
         name: _summary(gradient.to_dense(), seed)
-        for seed, (name, gradient) in enumerate(zip(trained, found, strict=True))
+        for seed, (name, gradient) in enumerate(zip(trained, gradients, strict=True))
         if gradient is not None
     }
 
@@ -200,27 +193,3 @@ def _other_gradient(whole: dict[str, _Gradient], cut: dict[str, _Gradient]) -> s
         if isfinite(one.norm) and not apart <= allowed:
             return name
     return None
-
-
-def _refuse_shared_buffers(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> None:
-    """What a forward of training writes belongs to one stage; what it reads, to any number."""
-    holders: dict[int, list[int]] = {}
-    for stage, module in enumerate(stages):
-        for buffer in module.buffers():
-            holders.setdefault(id(buffer), []).append(stage)
-    shared = {n: b for n, b in model.named_buffers() if len(holders.get(id(b), ())) > 1}
-    if not shared:
-        return
-    with untouched([model]), _mode(model, training=True):
-        before = {name: buffer.clone() for name, buffer in shared.items()}
-        trunk.call(model, nest.replace(batch, lambda t: t.clone()))
-        for name, buffer in shared.items():
-            if model.get_buffer(name) is buffer and trunk.same_values(buffer, before[name]):
-                continue
-            *others, last = holders[id(buffer)]
-            raise ConfigurationError(
-                f"buffer {name!r} of this {type(model).__name__} is written in training and lies in"
-                f" stages {', '.join(map(str, others))} and {last}: stages write their own, so what"
-                " one writes the others do not see. Give each stage a buffer of its own, or cut so"
-                " that all its uses fall into one stage."
-            )

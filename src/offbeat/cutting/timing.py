@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.cutting.balance import balanced_cuts
-from offbeat.cutting.cut import operation_counts
+from offbeat.cutting.balance import cut_by_costs
+from offbeat.cutting.counting import count_operations
 from offbeat.nest import Nest
 from offbeat.stages.lanes import Lane, NotRecordable
 from offbeat.stages.stage import precision
-from offbeat.stages.trial import untouched
+from offbeat.stages.trial import leave_untouched
 
 _REPEATS = 9
 _TRIES = 6
 
 
-def measured_cuts(
+def cut_by_time(
     modules: Sequence[nn.Module],
     batch: Nest,
     stages: int,
@@ -35,22 +35,22 @@ def measured_cuts(
     it free lose little by company and layers that fill it lose a lot, so times of layers alone
     mislead: cuts are tried, and layers are charged what their stage took among the others.
     """
-    with untouched(modules), torch.enable_grad():
+    with leave_untouched(modules), torch.enable_grad():
         passes = _passes(modules, batch, autocast)
         alone = [seconds_of(work) for work in passes]
         if not side_by_side or stages == 1:
-            return balanced_cuts(alone, stages)
+            return cut_by_costs(alone, stages)
         tried: dict[tuple[int, ...], float] = {}
         recorded: dict[tuple[int, int], _Recorded] = {}
-        costs = operation_counts(modules, batch)
+        costs = count_operations(modules, batch)
         for _ in range(_TRIES):
-            cuts = tuple(balanced_cuts(costs, stages))
+            cuts = tuple(cut_by_costs(costs, stages))
             if cuts in tried:
                 break
             parts = list(pairwise([0, *cuts, len(modules)]))
             for start, end in parts:
                 if (start, end) not in recorded:
-                    recorded[start, end] = _Recorded(_joined(passes[start:end]))
+                    recorded[start, end] = _Recorded(_join(passes[start:end]))
             together = _seconds_together([recorded[part] for part in parts])
             tried[cuts] = max(together)
             costs = [
@@ -91,7 +91,7 @@ def _passes(modules: Sequence[nn.Module], batch: Nest, autocast: torch.dtype | N
     return passes
 
 
-def _joined(passes: Sequence[_Pass]) -> _Pass:
+def _join(passes: Sequence[_Pass]) -> _Pass:
     first = passes[0]
     return _Pass(nn.Sequential(*(work.module for work in passes)), first.given, first.autocast)
 

@@ -10,54 +10,121 @@ Records are of one shape; another is refused.
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 
 from offbeat import nest
-from offbeat.cutting.blocks import modes_kept, set_mode
+from offbeat.cutting.balance import cut_by_costs
+from offbeat.cutting.compare import compare_with_whole, find_loan
+from offbeat.cutting.counting import count_between
+from offbeat.cutting.cut import Balance, Cut, Wish
+from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError, StageError, other_shape
 from offbeat.nest import Nest
+from offbeat.stages.trial import switch_mode
 
 _INPUT = "x"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TracedCut(Cut):
+    """A model split where named modules are called; without names the counted cost decides."""
+
+    shapes: tuple[torch.Size, ...] | None = None
+    """Of the inputs that the stages were recorded for."""
+
+    @classmethod
+    def plan(cls, wish: Wish) -> "TracedCut | None":
+        model = wish.model
+        if not isinstance(model, nn.Module):
+            return None
+        near = candidates(model)
+        if wish.cuts is None:
+            if wish.count > len(near):
+                raise ConfigurationError(
+                    f"{wish.count} stages, but this {type(model).__name__} has {len(near)} modules"
+                    " to cut at: give fewer stages, or a list of modules, one per stage."
+                )
+            return cls(model=model, stages=wish.count, places=None)
+        known = dict(model.named_modules())
+        for path in wish.cuts:
+            if isinstance(path, int):
+                raise ConfigurationError(
+                    f"cuts={list(wish.cuts)}: this {type(model).__name__} has no numbered children"
+                    " to cut at; give the paths of modules."
+                )
+            if path not in known or not path:
+                raise ConfigurationError(
+                    f"cuts: {path!r} is not a module of this {type(model).__name__}. A stage"
+                    f" begins at the path of a module, such as {', '.join(near[:8])}."
+                )
+        return cls(model=model, stages=wish.count, places=tuple(map(str, wish.cuts)))
+
+    def make(self, batch: Nest, balance: Balance) -> "TracedCut":  # noqa: ARG002
+        if self.places is None:
+            known = candidates(self.model)
+            costs = count_between(self.model, known, batch)
+            paths = [known[place] for place in cut_by_costs(costs, self.stages)]
+        else:
+            paths = [str(path) for path in self.places]
+        lend = find_loan(self.model, batch)
+        stages = _stages_of(self.model, paths, batch)
+        compare_with_whole(self.model, stages, batch, ", ".join(paths), lend)
+        return replace(self, places=tuple(paths), modules=tuple(stages), shapes=_shapes_of(batch))
+
+    def copy(self) -> Self:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its own deprecations
+            return super().copy()
+
+    def sample(self, batch: Nest, micro_batches: int) -> Nest:
+        return nest.split(batch, micro_batches)[0]  # recorded for the shape that stages will see
+
+    def check_batch(self, inputs: Sequence[Nest], micro_batches: int) -> None:
+        pieces = [piece for x in inputs for piece in nest.split(x, micro_batches)]
+        wanted = self.shapes or _shapes_of(pieces[0])
+        for piece in pieces:
+            for was, now in zip(wanted, _shapes_of(piece), strict=True):
+                if was != now:
+                    raise other_shape(was, now)
+
+    def check_timing(self) -> None:
+        raise ConfigurationError(
+            f"balance='measured': the parts of this {type(self.model).__name__}, which is traced,"
+            " cannot be run alone. Leave out balance, or give cuts=."
+        )
+
+
 def candidates(model: nn.Module) -> list[str]:
     """Paths at which a stage could begin: children, and those of nn.Sequentials among them."""
-    found: list[str] = []
+    paths: list[str] = []
     for name, child in model.named_children():
         inner = candidates(child) if isinstance(child, nn.Sequential) else []
-        found += [f"{name}.{path}" for path in inner] or [name]
-    return found
+        paths += [f"{name}.{path}" for path in inner] or [name]
+    return paths
 
 
-def check_paths(model: nn.Module, paths: Sequence[str]) -> None:
-    """Refuses a path that leads nowhere."""
-    known = dict(model.named_modules())
-    for path in paths:
-        if not isinstance(path, str) or path not in known or not path:
-            near = ", ".join(candidates(model)[:8])
-            raise ConfigurationError(
-                f"cuts: {path!r} is not a module of this {type(model).__name__}. A stage begins at"
-                f" the path of a module, such as {near}."
-            )
+def _shapes_of(batch: Nest) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in nest.tensors(batch))
 
 
-def traced_stages(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
+def _stages_of(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
     """The stages of a model split where the modules at ``paths`` are called."""
     records = []
     modes: list[list[bool]] = []
     for training in (True, False):
-        with modes_kept(model):
-            set_mode(model, training=training)
+        with switch_mode(model, training=training):
             modes.append([module.training for module in model.modules()])
             records.append(_record(model, paths, x))
     return [_Stage(model, modes, *both) for both in zip(*records, strict=True)]
 
 
 def _record(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
+    from torch.distributed.pipelining import SplitPoint, pipeline  # takes seconds to import
+
     settings = x if isinstance(x, dict) else {}
     marked = [model.get_submodule(path) for path in paths]
     before = [dict(module.__dict__) for module in marked]
@@ -90,17 +157,13 @@ def _record(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
 
 
 def _refuse_shared(model: nn.Module, pipe: Any) -> None:
-    """One parameter in two stages would be trained by both; torch has made copies of it."""
+    """Torch has made copies of a parameter that two stages use."""
+    sharing = Sharing(model)
     for users in pipe.replicated_params:
-        stages = sorted(int(part.rpartition("_")[2]) for part in users)
         name = next(iter(users.values()))
-        frozen = not model.get_parameter(name).requires_grad
-        raise ConfigurationError(
-            f"parameter {name!r} of this {type(model).__name__} is used in"
-            f" stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}: stages update their own"
-            " weights, so one parameter cannot belong to two. Untie it, or cut so that all its uses"
-            f" fall into one stage{', or, if it is never trained, make it a buffer' * frozen}."
-        )
+        for part in users:
+            sharing.note(model.get_parameter(name), int(part.rpartition("_")[2]), name)
+    sharing.refuse_ties()
 
 
 class _Stage(nn.Module):
@@ -168,12 +231,12 @@ def _route(pipe: Any, names: Sequence[str]) -> list[nn.Module]:
         {take for _, takes, _ in calls[k + 1 :] for take in takes} for k in range(len(calls))
     ]
     return [
-        _Traced(module, takes, gives, keep, None if k < len(calls) - 1 else result)
+        _Piece(module, takes, gives, keep, None if k < len(calls) - 1 else result)
         for k, ((module, takes, gives), keep) in enumerate(zip(calls, wanted_later, strict=True))
     ]
 
 
-class _Traced(nn.Module):
+class _Piece(nn.Module):
     """One recorded stage: takes what it needs from the values under way, adds its own."""
 
     def __init__(
@@ -187,20 +250,20 @@ class _Traced(nn.Module):
         super().__init__()
         self.module = module
         self._takes, self._gives, self._keep, self._result = list(takes), gives, keep, result
-        self._shapes: list[torch.Size] | None = None
+        self._shapes: tuple[torch.Size, ...] | None = None
 
     def forward(self, given: Nest) -> Nest:
         first = not (isinstance(given, dict) and "offbeat" in given)
-        values: dict[str, Any] = _named(_INPUT, given) if first else dict(given["offbeat"])
-        taken = [values[name] for name in self._takes]
-        self._check_shapes(taken)
-        values |= _named(self._gives, self.module(*taken))
+        values: dict[str, Any] = _name_parts(_INPUT, given) if first else dict(given["offbeat"])
+        arguments = [values[name] for name in self._takes]
+        self._check_shapes(arguments)
+        values |= _name_parts(self._gives, self.module(*arguments))
         if self._result is not None:
             return values[self._result]
         return {"offbeat": {name: v for name, v in values.items() if name in self._keep}}
 
-    def _check_shapes(self, taken: Nest) -> None:
-        shapes = [tensor.shape for tensor in nest.tensors(taken)]
+    def _check_shapes(self, arguments: Nest) -> None:
+        shapes = _shapes_of(arguments)
         if self._shapes is None:
             self._shapes = shapes
         if shapes != self._shapes:
@@ -209,11 +272,11 @@ class _Traced(nn.Module):
             raise other_shape(was, now)
 
 
-def _named(name: str, value: Any) -> dict[str, Any]:
+def _name_parts(name: str, value: Any) -> dict[str, Any]:
     """A value, and the entries of one that has several, under the names the graph uses."""
-    found = {name: value}
+    values = {name: value}
     if isinstance(value, dict):
-        found |= {f"{name}.{key}": part for key, part in value.items()}
+        values |= {f"{name}.{key}": part for key, part in value.items()}
     elif isinstance(value, (tuple, list)):
-        found |= {f"{name}.{place}": part for place, part in enumerate(value)}
-    return found
+        values |= {f"{name}.{place}": part for place, part in enumerate(value)}
+    return values

@@ -5,77 +5,74 @@ needs is that of a run between two fills. All begin the next fill together.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from offbeat import nest
 from offbeat.averaging.replicas import mean_of
 from offbeat.checkpoints import tensorfile
+from offbeat.engines.pipeline import Pipeline
 from offbeat.errors import CheckpointError, ConfigurationError, StoppedError
 from offbeat.nest import Nest
 from offbeat.stages.snapshot import on_device
 
-if TYPE_CHECKING:
-    from offbeat.trainer import Trainer
-
 State = dict[str, Any]
 
 
-def let_in(trainer: "Trainer") -> None:
+def let_in(pipeline: Pipeline) -> None:
     """Before a step: drains the pipe and gives all that is needed to whoever has come back."""
-    processes = trainer._processes
-    found = None if processes is None else processes.admission(trainer._step)
-    if processes is None or found is None:
+    admission = pipeline.engine.admission(pipeline.position.step)
+    if admission is None:
         return
-    trainer._owed = trainer.flush()  # handed out by the user's own flush
+    pipeline.drain()
     try:
-        gift = tensorfile.to_bytes(_state_of(trainer))
+        gift = tensorfile.to_bytes(_state_of(pipeline))
     except CheckpointError as error:  # no reason for the others to end
         gift = tensorfile.to_bytes({"refusal": str(error)})
-    processes.admit(*found, torch.frombuffer(bytearray(gift), dtype=torch.uint8))
+    pipeline.engine.admit(*admission, torch.frombuffer(bytearray(gift), dtype=torch.uint8))
 
 
-def _state_of(trainer: "Trainer") -> State:
-    (worker,) = trainer._workers
+def _state_of(pipeline: Pipeline) -> State:
+    (worker,) = pipeline.engine.workers
     assert worker.averager is not None
     return {
-        "place": trainer._place() | {"owed": []},
-        "asked": trainer._replicas._asked,
-        "evaluations": trainer._evaluations,
-        "first": trainer._first,
+        "position": pipeline.position.state() | {"owed": []},
+        "asked": pipeline.replicas.asked,
+        "questions": pipeline.engine.questions,
+        "first": pipeline.first,
         "began_at": worker.began_at,
         "stage": worker.stage.snapshot(),
-        "averager": worker.averager.snapshot(),
+        "averager": worker.averager.snapshot(debts=False),  # which are this replica's own
     }
 
 
-def join(trainer: "Trainer") -> None:
+def join(pipeline: Pipeline) -> None:
     """Waits to be let in, and becomes what the others are on average."""
-    assert trainer._processes is not None
-    with trainer._stopping_on_error(), torch.enable_grad():
-        gifts = [gift.numpy().tobytes() for gift in trainer._processes.join()]
-        given = [on_device(tensorfile.from_bytes(gift), trainer._device) for gift in gifts]
+    device = pipeline.setup.device
+    with pipeline.stopping_on_error(), torch.enable_grad():
+        gifts = [gift.numpy().tobytes() for gift in pipeline.engine.join()]
+        given = [on_device(tensorfile.from_bytes(gift), device) for gift in gifts]
         state = given[0]
         if "refusal" in state:
             raise ConfigurationError(
                 f"this replica cannot take over the others' state: {state['refusal']}"
             )
-        if not trainer._workers:
-            trainer._build(state["first"])
-        trainer._go_to(state["place"])
-        trainer._replicas._asked = state["asked"]
-        trainer._evaluations = state["evaluations"]
-        (worker,) = trainer._workers
+        if not pipeline.is_built:
+            pipeline.build(state["first"])
+        pipeline.position.load(state["position"])
+        pipeline.replicas.asked = state["asked"]
+        pipeline.engine.questions = state["questions"]
+        (worker,) = pipeline.engine.workers
         assert worker.averager is not None
-        trainer._follow(worker, *state["began_at"])
+        pipeline.follow(worker, *state["began_at"])
         # Weights are the same in all; moments and running statistics are each replica's own.
         means = {
             name: _mean([other["stage"][name] for other in given])
             for name in ("buffers", "optimizers")
         }
         worker.stage.restore(state["stage"] | means)
-        worker.averager.restore(_without_debts(state["averager"]))
+        worker.averager.restore(state["averager"])
 
 
 def _mean(nests: Sequence[Nest]) -> Nest:
@@ -83,24 +80,13 @@ def _mean(nests: Sequence[Nest]) -> Nest:
     return nest.replace(nests[0], lambda _: next(means))
 
 
-def _without_debts(averager: State) -> State:
-    """What rounding has left out of another replica's messages is not for this one to send."""
-    debt = {"_error": None}
-    fragments = [
-        {**fragment, "codec": {name: debt.get(name, v) for name, v in fragment["codec"].items()}}
-        for fragment in averager["fragments"]
-    ]
-    codec = {name: debt.get(name, v) for name, v in averager["gradient_codec"].items()}
-    return {**averager, "gradient_codec": codec, "fragments": fragments}
-
-
 class CatchingUp:
     """A script that begins anew passes over what the others have done already."""
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
         self._passed = 0
-        self._joins = trainer._processes is not None and trainer._processes.returning
+        self._joins = pipeline.engine.returning
 
     @property
     def behind(self) -> bool:
@@ -108,11 +94,10 @@ class CatchingUp:
         return self._joins
 
     def rest_of(self, batches: Iterator[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
-        processes = self._trainer._processes
-        if processes is not None and processes.returning:
-            join(self._trainer)
+        if self._pipeline.engine.returning:
+            join(self._pipeline)
         for batch in batches:
-            if self._joins and self._passed < self._trainer._step:
+            if self._joins and self._passed < self._pipeline.position.step:
                 self._passed += 1
                 continue
             self._joins = False

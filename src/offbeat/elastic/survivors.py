@@ -110,8 +110,9 @@ class Survivors:
             return
         replicas = sorted(found, key=lambda life: life % len(self._ranks))
         in_order = [[part.to(self._device) for part in found[r]] for r in replicas]
-        sent_s = self._sent_s.pop(key)
-        self._deliver_average(key, Gathered(in_order, sent_s, time.perf_counter(), len(in_order)))
+        senders = [life % len(self._ranks) for life in replicas]
+        times = self._sent_s.pop(key), time.perf_counter()
+        self._deliver_average(key, Gathered(in_order, *times, len(in_order), senders))
         finished = self._finished[key.what, key.source]
         finished.append(key)
         while len(finished) > _KEPT:

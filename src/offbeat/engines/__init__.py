@@ -1,1 +1,1 @@
-"""Where stages run: in this process, in many, or side by side on one GPU."""
+"""Where stages run: in one process, in many, or side by side on one GPU."""

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.averaging import AllReduce, Averaging, EagerDiLoCo, averaging_named
+from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cutting.cut import Cut, Model
-from offbeat.errors import BatchError, ConfigurationError, other_shape, unknown
+from offbeat.errors import BatchError, ConfigurationError, unknown
 from offbeat.guards import Guards
-from offbeat.methods import Asynchronous, Method, method_named
+from offbeat.methods import Method, method_named
 from offbeat.methods.auto import Auto, Plan, plan_for
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.stage import Loss
-from offbeat.stages.versions import overlapping
 
 _MOST_REPLICAS = 4096
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -72,11 +71,14 @@ def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correc
 def check_corrections_fit(
     corrections: Sequence[Correction], method: Method, schedule: Schedule
 ) -> None:
-    """Refuses what a method with lag would make pointless."""
+    """Refuses what a method with lag would make pointless; says under which."""
     if any(schedule.lags):
         reads_old = any(map(schedule.kept_versions, range(schedule.stages)))
         for correction in corrections:
-            correction.check_rule(method.rule, reads_old_versions=reads_old)
+            try:
+                correction.check_rule(method.rule, reads_old_versions=reads_old)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"under {method.title}, {error}") from None
 
 
 def checked_monitor(monitor: Monitor | None) -> Monitor | None:
@@ -95,8 +97,8 @@ def check_probe(monitor: Monitor | None, schedule: Schedule) -> None:
         )
     if schedule.local_losses:
         raise ConfigurationError(
-            "probe() under DGL: every stage has a loss of its own and no lag, so there is nothing"
-            " stale to compare."
+            "probe() under a method in which every stage has a loss of its own: no gradient comes"
+            " late, so there is nothing stale to compare."
         )
 
 
@@ -129,7 +131,7 @@ def outlives(when_replica_dies: str, averaging: Averaging | None) -> bool:
             "when_replica_dies='go on' with one replica leaves nobody: give replicas=2 or more, or"
             " leave it out."
         )
-    if not averaging.exact or isinstance(averaging, EagerDiLoCo):
+    if not averaging.bears_missing_replicas:
         raise ConfigurationError(
             f"when_replica_dies='go on' with {averaging}: its sums are made for a fixed number of"
             " replicas. Take exact=True and another averaging, for example DaSGD or DiLoCo."
@@ -155,9 +157,9 @@ def checked_scheduler(scheduler: SchedulerFactory | None) -> SchedulerFactory | 
     return scheduler
 
 
-def warn_of_one_stage(method: Method, stages: int, asked: bool) -> None:
+def warn_of_one_stage(method: Method, stages: int) -> None:
     """Staleness needs stages: without any, an asynchronous method is plain training."""
-    if stages == 1 and not asked and any(isinstance(m, Asynchronous) for m, _ in method.phases()):
+    if stages == 1 and any(m.asynchronous for m, _ in method.phases()):
         warnings.warn(
             f"{method.title} over one stage is plain training: say how many stages, as in stages=4"
             " (stages=1 if you mean one).",
@@ -175,29 +177,6 @@ def warn_of_idle_corrections(
             f"corrections={names}: no stage lags here, so nothing is corrected. Give a method with"
             " lag and two stages or more, or leave them out.",
             stacklevel=3,
-        )
-
-
-def refuse_overlapping(cut: Cut, *, in_turn: bool, copied: bool) -> None:
-    """Of the whole model, so that all processes refuse alike; a stage looks at its own.
-
-    ``in_turn``: one process runs all stages, without lag. ``copied``: it has several replicas.
-    """
-    at = {id(p): stage for stage, m in enumerate(cut.modules()) for p in m.parameters()}
-    parameters = dict(cut.model.named_parameters())
-    for names in overlapping(parameters.items()):
-        stages = [at[id(parameters[n])] for n in names if id(parameters[n]) in at]
-        if len(set(stages)) > 1 and not in_turn:
-            why = f"stages {' and '.join(map(str, stages))} update their own weights"
-        elif copied:
-            why = "replicas are copies, in which each has memory of its own"
-        else:
-            continue
-        raise ConfigurationError(
-            f"{names[0]!r} and {names[1]!r} are two parameters in the same memory, and {why}, so"
-            " that an update of one would no longer reach the other. Give each its own:"
-            " nn.Parameter(view.clone()). If they are to be one weight, assign one nn.Parameter to"
-            " both modules, and cut so that both fall into one stage."
         )
 
 
@@ -314,19 +293,6 @@ def warn_of_small_parts(batch: Nest, parts: int, plan: Plan) -> None:
         )
 
 
-def check_traced_shapes(pieces: Sequence[Nest], traced: Nest) -> None:
-    """``traced``: what the model was recorded for; None before that."""
-    wanted = _shapes_of(pieces[0] if traced is None else traced)
-    for piece in pieces:
-        for was, now in zip(wanted, _shapes_of(piece), strict=True):
-            if was != now:
-                raise other_shape(was, now)
-
-
-def _shapes_of(batch: Nest) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in nest.tensors(batch)]
-
-
 def rows_of(batch: Nest) -> int:
     first = nest.tensors(batch)[0]
     return first.size(0) if first.dim() else 1
@@ -339,23 +305,6 @@ def checksum_of(values: Nest) -> int:
         flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
         checksum = crc32(flat.view(torch.uint8).numpy().data, checksum)
     return checksum
-
-
-def chosen_engine(engine: str | None, launched: bool) -> str:
-    """The engine asked for, or the one the script was started for."""
-    if engine not in (None, "serial", "processes", "streams"):
-        raise unknown("engine", engine, ("serial", "processes", "streams"))
-    if engine == "streams" and launched:
-        raise ConfigurationError(
-            "engine='streams' runs all stages in one process, and torchrun has started several:"
-            " start the script with python, or leave out engine."
-        )
-    if engine == "processes" and not launched:
-        raise ConfigurationError(
-            "engine='processes' needs one process per stage: start the script with"
-            " torchrun --nproc-per-node K, or use offbeat.launch."
-        )
-    return engine or ("processes" if launched else "serial")
 
 
 def check_streams(
@@ -392,11 +341,7 @@ def check_balance(balance: str, engine: str, cut: Cut) -> None:
             "balance='measured' under processes: each would measure other times and cut elsewhere."
             " Measure in one process, print trainer.cuts and give them as cuts=."
         )
-    if cut.paths is not None:
-        raise ConfigurationError(
-            f"balance='measured': the parts of this {type(cut.model).__name__}, which is traced,"
-            " cannot be run alone. Leave out balance, or give cuts=."
-        )
+    cut.check_timing()
 
 
 def check_compile(compile: bool, autocast: torch.dtype | None, methods: Iterable[Method]) -> None:

@@ -1,16 +1,23 @@
-"""Scoring: loss and accuracy over a loader, added up batch by batch."""
+"""Evaluation: loss and accuracy of the newest weights over a loader, added up batch by batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.engines.checks import rows_of
+from offbeat.engines.checks import check_devices, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
-from offbeat.stages.stage import Loss
+from offbeat.stages.stage import Loss, precision
+from offbeat.stages.trial import call, keep_modes
+
+if TYPE_CHECKING:
+    from offbeat.engines.pipeline import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +68,33 @@ def _hits(output: Nest, target: Nest) -> int | None:
     if output.size(1) == 1:  # one number for two classes: where it parts them only the loss knows
         return None
     return int((output.argmax(1) == target).sum())
+
+
+def evaluate(
+    pipeline: "Pipeline", loader: Iterable[tuple[Nest, Nest]], *, first: bool
+) -> Evaluation:
+    """``first``: of the first replica as it is, in place of the mean of all."""
+    setup, engine, model = pipeline.setup, pipeline.engine, pipeline.cut.model
+    context = partial(precision, setup.device, setup.autocast)
+    score = Score(setup.loss, context)
+    with (
+        # Nobody else waits for what an error in one process leaves undone.
+        pipeline.stopping_on_error(alone=False),
+        engine.between_steps(),
+        keep_modes(model),
+        torch.no_grad(),
+    ):
+        model.eval()
+        states = pipeline.replicas.states(engine.workers, first=first)
+        shown = engine.shown_workers()
+        for number, (x, y) in enumerate(loader):
+            check_devices([x, y], setup.device)
+            output = None
+            for worker in shown:
+                output = worker.predict(number, x, states[worker.stage.index])
+            if not shown:  # nothing is cut before the first batch has been weighed
+                with context():
+                    output = call(model, x)
+            if output is not None:
+                score.add(output, y)
+        return engine.share_result(score) if shown else score.result()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,11 @@ from offbeat.nest import Nest
 from offbeat.rng import seed_for, seeded
 from offbeat.stages.build import Recipe
 from offbeat.stages.stage import Stage, precision
+from offbeat.stages.trial import keep_modes
 from offbeat.transport.base import Key
+
+if TYPE_CHECKING:
+    from offbeat.engines.pipeline import Pipeline
 
 _PROBE = -2
 """The micro-batch by which the probe's dropout is keyed."""
@@ -29,7 +34,24 @@ class _Pass:
     sent: Nest
 
 
-def cosines(
+def probe(pipeline: "Pipeline", x: Nest, y: Nest) -> dict[int, float]:
+    """Per stage of a replica the cosine, which is also noted among the readings."""
+    engine = pipeline.engine
+    with (
+        pipeline.stopping_on_error(alone=False),
+        keep_modes(pipeline.cut.model),
+        torch.enable_grad(),
+    ):
+        shown = engine.shown_workers()
+        own = dict(_cosines(shown, pipeline.recipe, engine.ask(), x, y))
+        for stage in (worker.stage for worker in shown if worker.stage.index in own):
+            value = own[stage.index]
+            engine.readings.record("cosine", stage.index, stage.replica, stage.version, value)
+        row = engine.share_in_row("cosines", list(own.items()))
+        return {stage: value for of_process in row for stage, value in sorted(of_process)}
+
+
+def _cosines(
     workers: Sequence[Worker], recipe: Recipe, number: int, x: Nest, y: Nest
 ) -> Iterator[tuple[int, float]]:
     """Per stage of this process the cosine of the probe's stale and fresh gradients.

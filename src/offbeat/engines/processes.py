@@ -1,30 +1,24 @@
-"""This process among those the launcher started: joining, agreeing, sharing, ending together."""
+"""The processes engine: one stage of one replica in this process, the others in theirs."""
 
-import atexit
 import itertools
 import os
-import sys
 import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import asdict, fields
-from datetime import timedelta
-from functools import cache, cached_property, partial
+from dataclasses import asdict
+from functools import cached_property, partial
 from math import ceil
-from typing import Any, NoReturn
+from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
-from offbeat.averaging import Averaging
 from offbeat.averaging.sharding import is_sharded, shards_of
-from offbeat.corrections import Correction
+from offbeat.cutting.cut import Cut
 from offbeat.elastic.door import (
     RESTARTS,
     Admission,
@@ -36,30 +30,37 @@ from offbeat.elastic.door import (
     root_store,
 )
 from offbeat.elastic.survivors import Survivors
+from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, Notes
 from offbeat.engines.checks import checksum_of
 from offbeat.engines.evaluation import Evaluation, Score
+from offbeat.engines.placement import Placement
+from offbeat.engines.setup import Setup, describe
+from offbeat.engines.world import (
+    OPEN,
+    check_return,
+    check_size,
+    join,
+    leave_at_exit,
+    new_group,
+    patient_group,
+    say_goodbye,
+)
 from offbeat.errors import BatchError, ConfigurationError, WorkerLost
-from offbeat.methods import Method
+from offbeat.guards import Updates
 from offbeat.nest import Nest
 from offbeat.records.ledger import Ledger
+from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
 from offbeat.transport import shared
 from offbeat.transport.base import Key
-from offbeat.transport.gloo import FOREVER, Edges
+from offbeat.transport.gloo import Edges
 
 
-def processes_launched() -> bool:
-    """Whether a launcher such as torchrun started more than one process."""
-    if return_number():
-        return True
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-class Processes:
+class Processes(Engine):
     """Rows of processes, one stage in each and one row per replica, for one trainer."""
+
+    way_on = "Start the processes again, and resume() from a checkpoint."
 
     def __init__(
         self,
@@ -72,38 +73,34 @@ class Processes:
     ) -> None:
         """``outlive``: a replica that dies does not end the others."""
         if not dist.is_initialized():
-            _join(timedelta(seconds=timeout_s))
-        _leave_at_exit()
+            join(timeout_s)
+        leave_at_exit()
         self._device = device
         self.timeout_s = timeout_s
         again = return_number()
-        self.rank = int(os.environ["RANK"]) if again else dist.get_rank()
-        self.size = int(os.environ["WORLD_SIZE"]) if again else dist.get_world_size()
-        _check_size(self.size, stages, replicas)
-        self.replica, self.stage = divmod(self.rank, stages)
+        rank = int(os.environ["RANK"]) if again else dist.get_rank()
+        self._size = int(os.environ["WORLD_SIZE"]) if again else dist.get_world_size()
+        check_size(self._size, stages, replicas)
+        super().__init__(Placement.one_each(stages, replicas, rank))
+        self.replica, self.stage = divmod(rank, stages)
         self.stages, self.replicas = stages, replicas
         self.returning = again > 0
-        """Whether this process's replica has come back and has not joined the others yet."""
-        self.joined_at = 0
-        """The last step at which a replica came back."""
         if self.returning:
-            _check_return(dist.get_world_size(), stages, outlive)
+            check_return(dist.get_world_size(), stages, outlive)
         # Every process makes every group, in the same order: that is how groups find each other.
         # The world of a replica that has come back is its own row.
         there = range(1 if self.returning else replicas)
         rows = [list(range(r * stages, (r + 1) * stages)) for r in there]
         own = 0 if self.returning else self.replica
-        new_group = partial(_new_group, timeout_s=timeout_s)
-        patient_group = partial(_patient_group, timeout_s=timeout_s)
-        self._everyone = new_group(range(dist.get_world_size()))
-        row_groups = [new_group(row) for row in rows] if len(rows) > 1 else [self._everyone]
+        group = partial(new_group, timeout_s=timeout_s)
+        patient = partial(patient_group, timeout_s=timeout_s)
+        self._everyone = group(range(dist.get_world_size()))
+        row_groups = [group(row) for row in rows] if len(rows) > 1 else [self._everyone]
         self._row_group = row_groups[own]
-        columns = [
-            patient_group(column) if len(rows) > 1 else None for column in zip(*rows, strict=True)
-        ]
+        columns = [patient(column) if len(rows) > 1 else None for column in zip(*rows, strict=True)]
         self._peers = columns[self.stage]
         edges = {
-            (r, here, there): patient_group(sorted((row[here], row[there])))
+            (r, here, there): patient(sorted((row[here], row[there])))
             for r, row in enumerate(rows)
             for k in range(stages - 1)
             for here, there in ((k, k + 1), (k + 1, k))
@@ -117,7 +114,7 @@ class Processes:
         row = stages if outlive else None
         self._board = Board(self.rank, self.size, name, timeout_s, row, life)
         # Before groups that only some would make.
-        self.agree(
+        self._compare(
             {
                 "when_replica_dies": (
                     "go on" if outlive else "stop",
@@ -126,7 +123,7 @@ class Processes:
             }
         )
         pairs = {
-            (k, here, there): patient_group(sorted((here * stages + k, there * stages + k)))
+            (k, here, there): patient(sorted((here * stages + k, there * stages + k)))
             for k in range(stages if outlive and not self.returning else 0)
             for here, there in itertools.permutations(range(replicas), 2)
         }
@@ -140,16 +137,17 @@ class Processes:
             pids=self._neighbours_here(),
             stalled=self._board.everyone_waits_for,
         )
-        self._door: Door | None = None
+        self.transports = {self.replica: self.transport}
+        self.door: Door | None = None
         if outlive and not self.returning:
             links = {(a, b): pair for (k, a, b), pair in pairs.items() if k == self.stage}
             self._go_on_among(links, self.replica)
         self._board.watch(self.transport)
         self._notes = self._board.notes()
         self._meetings = 0
-        _OPEN.append((self._board, self.transport))
+        OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
-        weakref.finalize(self, _say_goodbye, self._board, self.transport)
+        weakref.finalize(self, say_goodbye, self._board, self.transport)
 
     def _go_on_among(
         self, links: dict[tuple[int, int], Any], life: int, members: Sequence[int] | None = None
@@ -168,7 +166,7 @@ class Processes:
             returns_of(root_store()).set("stages", str(self.stages))
             there = range(self.replicas) if members is None else [*members, life]
             transport = self.transport  # a thread must not keep a trainer that is dropped
-            self._door = Door(
+            self.door = Door(
                 root_store(),
                 self.rank,
                 self.stages,
@@ -181,12 +179,26 @@ class Processes:
                 after=return_number(),
                 timeout_s=self.timeout_s,
             )
-            survivors.helpers.append(self._door)
-            self._door.start()
+            survivors.helpers.append(self.door)
+            self.door.start()
         return survivors
 
-    @cached_property
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def run(self) -> None:
+        """The others run theirs, and messages keep them in step."""
+        for worker in self.workers:
+            while worker.pending:
+                worker.advance()
+
+    @property
     def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
         """The processes as a grid with the axes "replica" and "stage"; all must ask for it."""
         if return_number():
             raise ConfigurationError(
@@ -196,16 +208,16 @@ class Processes:
         ranks = torch.arange(self.size).view(self.replicas, self.stages)
         peers = (
             self._peers
-            or [_new_group([rank], self.timeout_s) for rank in range(self.size)][self.rank]
+            or [new_group([rank], self.timeout_s) for rank in range(self.size)][self.rank]
         )
         groups = [peers, self._row_group]
         return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replica", "stage"))
 
     def _neighbours_here(self) -> dict[int, int]:
         """Process numbers of the neighbours that share memory with this process, by stage."""
-        addresses = self.exchange_in_row("address", shared.address())
+        addresses = self.share_in_row("address", shared.address())
         seen = [shared.reachable(addresses[self.stage], theirs) for theirs in addresses]
-        seen_by = self.exchange_in_row("seen", seen)
+        seen_by = self.share_in_row("seen", seen)
         return {
             stage: addresses[stage]["pid"]
             for stage in range(self.stages)
@@ -218,27 +230,23 @@ class Processes:
         """Every process's value, in the order of ranks."""
         return self._board.exchange(name, value)
 
-    def exchange_in_row(self, name: str, value: Any) -> list[Any]:
+    def share_in_row(self, name: str, value: Any) -> list[Any]:
         """The values of this replica's processes, by stage."""
         return self._board.exchange(name, value, self._ranks)
 
-    def agree_on_setup(
-        self,
-        model: nn.Module,
-        method: Method,
-        averaging: Averaging | None,
-        corrections: Sequence[Correction],
-        seed: int | None,
-    ) -> int:
-        """Refuses processes that were set up differently; returns the seed to use."""
-        tensors = model.state_dict()
+    def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
+        tensors = cut.model.state_dict()
         shapes = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for name, t in tensors.items())
-        self.agree(
+        course = setup.course
+        self._compare(
             {
-                "the method": (describe(method), "Give every process the same method."),
-                "the averaging": (describe(averaging), "Give every process the same averaging."),
+                "the method": (describe(course.method), "Give every process the same method."),
+                "the averaging": (
+                    describe(setup.averaging),
+                    "Give every process the same averaging.",
+                ),
                 "the corrections": (
-                    describe(tuple(corrections)),
+                    describe(course.corrections),
                     "Give every process the same corrections.",
                 ),
                 "the model": (
@@ -254,7 +262,7 @@ class Processes:
                 "the seed": (seed, "Give every process the same seed, or none."),
             }
         )
-        self.agree(
+        self._compare(
             {
                 "the weights the model starts from": (
                     f"digest {checksum_of(list(tensors.values())):08x}",
@@ -263,9 +271,10 @@ class Processes:
             }
         )
         seeds = self.exchange("seed", torch.initial_seed() if seed is None else seed)
+        self._compare({"the guards": (str(setup.guards), "Give every process the same.")})
         return int(seeds[0])
 
-    def agree(self, facts: dict[str, tuple[Any, str]]) -> None:
+    def _compare(self, facts: dict[str, tuple[Any, str]]) -> None:
         """Compares facts over all processes; names a difference with both values and a remedy."""
         mine = {name: value for name, (value, _) in facts.items()}
         for rank, theirs in enumerate(self.exchange("facts", mine)):
@@ -303,7 +312,7 @@ class Processes:
             yield x if first else None, y if first or last or all_need_targets else None
 
     def share_first(self, x: Nest) -> Nest:
-        """The first batch of a row, for deciding the cut and the heads everywhere alike."""
+        """So that the cut and the heads are decided everywhere alike."""
         if self.stage == 0:
             for other in range(1, self.stages):
                 self.transport.send(Key("batch", other, 0), x)
@@ -311,12 +320,13 @@ class Processes:
         return self.transport.receive(Key("batch", self.stage, 0))
 
     def refuse_equal_shards(self, x: Nest, y: Nest) -> None:
-        """Replicas that are fed the same rows learn nothing from each other."""
+        """They would learn nothing from each other."""
         if self.replicas == 1:
             return
         sums = self.exchange("shards", checksum_of([x, y]))
         for replica in range(1, self.replicas):
-            fed = [(sums[stage], sums[replica * self.stages + stage]) for stage in self._fed()]
+            ends = (0, self.stages - 1)
+            fed = [(sums[stage], sums[replica * self.stages + stage]) for stage in ends]
             if all(first == other is not LOST for first, other in fed):
                 raise BatchError(
                     f"replicas 0 and {replica} were fed the same batch. With replicas in processes"
@@ -324,14 +334,10 @@ class Processes:
                     " give the loader batch_sampler=trainer.sampler(data, batch_size)."
                 )
 
-    def _fed(self) -> tuple[int, int]:
-        return 0, self.stages - 1
-
     # ---------------------------------------------------------------- sharing
 
-    def share_result(self, score: Score, number: int) -> Evaluation:
-        """The last stage's evaluation, in its whole row."""
-        last = self.stages - 1
+    def share_result(self, score: Score) -> Evaluation:
+        last, number = self.stages - 1, self.ask()
         if self.stage == last:
             result = score.result()
             for other in range(last):
@@ -339,17 +345,27 @@ class Processes:
             return result
         return Evaluation(**self.transport.receive(Key("result", self.stage, number, last)))
 
-    def gather_memory(self, own: Sequence[StageMemory]) -> list[StageMemory]:
-        found = [asdict(memory) for memory in own]
-        everyone = self._board.exchange("memory", found, self._company)
+    def gather_memory(self) -> list[StageMemory]:
+        own = [asdict(memory) for memory in super().gather_memory()]
+        everyone = self._board.exchange("memory", own, self._company)
         return [StageMemory(**memory) for of_rank in everyone for memory in of_rank]
 
-    def merge(self, own: Ledger) -> Ledger:
+    def merge_ledger(self) -> Ledger:
         """All processes' entries on this machine's clock, in the order in which they ended."""
         clock = time.time() - time.perf_counter()
         clocks = self._board.exchange("clock", clock, self._company)
-        ledgers = [Ledger.from_bytes(data) for data in self.share_bytes(own.to_bytes())]
+        ledgers = [Ledger.from_bytes(data) for data in self._share_bytes(self.ledger.to_bytes())]
         return Ledger.merged(ledgers, [other - clock for other in clocks])
+
+    def merge_readings(self) -> Readings:
+        parts = self._share_bytes(self.readings.to_bytes())
+        return Readings.merged(map(Readings.from_bytes, parts))
+
+    def merge_updates(self) -> Updates:
+        everyone = Updates()
+        for data in self._share_bytes(self.updates.to_bytes()):
+            everyone.add_bytes(data)
+        return everyone
 
     def share_tensors(self, tensors: Iterable[Tensor], stage: int) -> list[Tensor]:
         """One stage's tensors, in its whole row; elsewhere ``tensors`` says what to expect."""
@@ -358,7 +374,7 @@ class Processes:
             dist.broadcast(tensor, group=self._row_group, group_src=stage)
         return [tensor.to(self._device) for tensor in shared]
 
-    def share_bytes(self, data: bytes) -> list[bytes]:
+    def _share_bytes(self, data: bytes) -> list[bytes]:
         """Every process's bytes, in the order of ranks; where replicas may die, its row's."""
         sizes = self._board.exchange("sizes", len(data), self._company)
         everyone = []
@@ -374,17 +390,14 @@ class Processes:
     # ---------------------------------------------------------------- saving
 
     def await_messages(self, step: int) -> None:
-        """Returns when all that the row's other stages sent before this call has arrived.
-
-        A marker follows what was sent before it along every edge, also where it is passed on.
-        """
+        """A marker follows what was sent before it along every edge, also where it is passed on."""
         others = [stage for stage in range(self.stages) if stage != self.stage]
         for other in others:
             self.transport.send(Key("marker", other, step, self.stage), None)
         for other in others:
             self.transport.receive(Key("marker", self.stage, step, other))
 
-    def meet(self, name: str, value: Any) -> list[Any]:
+    def meet(self, name: str, value: Any = None) -> list[Any]:
         """Every process's value, by rank, as in :meth:`exchange`; a failure ends the wait."""
         deadline = time.monotonic() + self.timeout_s
         self._meetings += 1
@@ -410,31 +423,31 @@ class Processes:
         return not own and self._board.is_dead(rank // self.stages)
 
     def first_row(self) -> list[int]:
-        """The ranks of the first replica that is there; all who are left say the same."""
+        """All who are left say the same."""
         rows = [range(r * self.stages, (r + 1) * self.stages) for r in range(self.replicas)]
         if self.size == len(self._company):
             return list(rows[0])
         came = self.meet("left", None)  # this process's own row always comes, or the meeting fails
         return next(list(row) for row in rows if all(came[rank] is not LOST for rank in row))
 
+    @property
+    def has_failed(self) -> bool:
+        return self.transport.failed
+
     def notes(self) -> Notes:
-        """For a thread that has to agree with its like in the other processes."""
         return self._board.notes()
 
     # ---------------------------------------------------------------- coming back
 
     def admission(self, step: int) -> tuple[Admission, Link] | None:
-        """Whom to let in before this step, if anybody."""
-        return None if self._door is None else self._door.admission(step)
+        return None if self.door is None else self.door.admission(step)
 
     def admit(self, admission: Admission, link: Link, gift: Tensor) -> None:
-        """Gives what a replica that has come back needs to go on with the others."""
         assert self.transport.survivors is not None
         self.joined_at = admission.step
         self.transport.survivors.admit(admission, link, gift)
 
     def join(self) -> list[Tensor]:
-        """Of a replica that has come back: waits to be let in; returns the others' gifts."""
         number, store = return_number(), returns_of(root_store())
         failure = lambda: self.transport.failure  # noqa: E731
         admission, links = knock(
@@ -465,11 +478,7 @@ class Processes:
     # ---------------------------------------------------------------- ending
 
     def stop_together(self, asked: bool, step: int, steps_per_s: float, apart: int) -> bool:
-        """Whether to stop after ``step``; asked of one, it is the same step in all.
-
-        ``apart``: how many steps one process may be ahead of another. That far, and as far as all
-        get until they have seen the request, the stop lies ahead.
-        """
+        """The stop lies ``apart`` ahead, and as far as all get until they have seen the request."""
         if asked and self._board.stop_at is None:
             self._board.ask_to_stop(step + apart + ceil(NOTICED_S * steps_per_s))
         return self._board.stop_at is not None and step >= self._board.stop_at
@@ -488,110 +497,3 @@ class Processes:
             self._board.report("".join(traceback.format_exception(error)))
             self._board.say_gone(str(error), None)
         self.transport.fail(WorkerLost("this process failed earlier."))
-
-
-_OPEN: list[tuple[Board, Edges]] = []
-"""Whose threads must have ended before the interpreter does."""
-
-
-def _say_goodbye(board: Board, edges: Edges) -> None:
-    board.stop()
-    edges.close()
-
-
-def describe(value: object) -> str:
-    """A method and the like with its settings, in words that are the same in every process."""
-    if isinstance(value, Method | Averaging | Correction):
-        settings = (f"{f.name}={describe(getattr(value, f.name))}" for f in fields(value))
-        return f"{type(value).__name__}({', '.join(settings)})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(describe, value))})"
-    return str(getattr(value, "__qualname__", value))  # a function's address differs
-
-
-def _check_size(size: int, stages: int, replicas: int) -> None:
-    if size == stages * replicas:
-        return
-    if replicas == 1:
-        raise ConfigurationError(
-            f"the model has {stages} stages and the launcher started {size} processes: one"
-            f" stage runs in each. Start {stages} (torchrun --nproc-per-node {stages} ...), cut the"
-            f" model into {size} (stages={size}), or train replicas of it (replicas=...)."
-        )
-    raise ConfigurationError(
-        f"replicas={replicas} times {stages} {'stage' if stages == 1 else 'stages'} need"
-        f" {replicas * stages} processes, and the launcher started {size}. Start"
-        f" {replicas * stages} (torchrun --nproc-per-node {replicas * stages} on one machine)."
-    )
-
-
-def _check_return(world: int, stages: int, outlive: bool) -> None:
-    if world != stages or not outlive or _OPEN:
-        raise ConfigurationError(
-            "this process takes the place of one that died, so its script must do what that one's"
-            " did: the first trainer is the one that is joined, with as many stages as before and"
-            " when_replica_dies='go on'."
-        )
-
-
-def _join(timeout: timedelta) -> None:
-    """Joins the others; after a restart by torchrun without what the last attempt left behind.
-
-    Its store outlives an attempt, and gloo would connect to addresses of processes that are gone.
-    """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt == 0:
-        dist.init_process_group("gloo", timeout=timeout)
-        return
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    fresh = PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
-
-
-def _new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A group in which no wait is longer than this, that for its other processes included."""
-    timeout = timedelta(seconds=timeout_s)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-    return group
-
-
-def _patient_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A group that is connected within this time; later the waits in it may be of any length."""
-    group = _new_group(ranks, timeout_s)
-    if dist.get_rank() in ranks:
-        dist.distributed_c10d._set_pg_timeout(FOREVER, group)
-    return group
-
-
-@cache
-def _leave_at_exit() -> None:
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    """Ends the process group: after the others are done too, or at once when something failed."""
-    error = getattr(sys, "last_value", None)
-    if error is not None and not isinstance(error, WorkerLost):
-        for board, _ in _OPEN:
-            board.report("".join(traceback.format_exception(error)))
-    failures = [edges.failure for _, edges in _OPEN if edges.failure is not None]
-    if error is None and failures:  # the script was done before it could hear of it
-        print(f"{type(failures[0]).__name__}: {failures[0]}", file=sys.stderr)
-    if error is not None or failures:
-        _end_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
-    for board, edges in _OPEN:
-        _say_goodbye(board, edges)
-    for board, edges in _OPEN:
-        board.join()
-        if not edges.close(wait_s=600.0):
-            _end_at_once(0)  # others take longer than that, and need nothing from this one
-    dist.destroy_process_group()
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """Threads may still wait inside gloo for processes that are ending too. Letting the interpreter
-    shut down around them aborts with a core dump instead of an exit code.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.engines.worker import Worker, run_in_turn
+from offbeat.engines.base import Engine, refuse_stuck
+from offbeat.engines.placement import Placement
+from offbeat.engines.worker import Book, Worker
 from offbeat.records.ledger import Event, Ledger
 from offbeat.stages.lanes import Instant, Lane, current_stream, marked
 from offbeat.transport.base import Key
@@ -27,10 +29,12 @@ _AT_ONCE = 256
 """So many of them: what takes the CPU longer than the GPU has work queued leaves it idle."""
 
 
-class Streams:
+class Streams(Engine):
     """The lanes of a trainer: what runs in them, and the order between them and the caller."""
 
-    def __init__(self, stages: int, device: torch.device, ledger: Ledger) -> None:
+    clock = staticmethod(marked)
+
+    def __init__(self, stages: int, device: torch.device) -> None:
         queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES))
         if stages > queues:
             warnings.warn(
@@ -38,26 +42,36 @@ class Streams:
                 " other there: set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first use of CUDA.",
                 stacklevel=3,
             )
+        super().__init__(Placement.in_one(stages))
+        self.transports = {0: LaneMemory()}
         self.lanes: list[tuple[Lane, Lane]] = []
         for _ in range(stages):
             lane = Lane(device)
             # Forward and backward go side by side where that leaves every lane its own queue.
             self.lanes.append((lane, Lane(device) if 2 * stages <= queues else lane))
-        self.ledger = LateLedger(ledger, self.lanes[-1][0])
-        self.transport = LaneMemory()
+        self._late = LateLedger(self.ledger, self.lanes[-1][0])
         self._ahead: deque[Instant] = deque()
 
-    def run(self, workers: Sequence[Worker]) -> None:
+    @property
+    def book(self) -> Book:
+        return self._late
+
+    @property
+    def own_ledger(self) -> Ledger:
+        self._late.settle()
+        return self.ledger
+
+    def run(self) -> None:
         """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
         with self.lanes[0][0].from_caller():
-            run_in_turn(workers)
+            run_in_turn(self.workers)
         self._ahead.append(self.lanes[-1][0].now())
         # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
         if len(self._ahead) > 2 * len(self.lanes) + 2:
             self._ahead.popleft().event.synchronize()
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def between_steps(self) -> Iterator[None]:
         """Lets the caller's own stream see all work queued so far, and lanes what it does."""
         lanes = list(chain.from_iterable(self.lanes))
         for lane in lanes:
@@ -67,6 +81,23 @@ class Streams:
         finally:
             for lane in lanes:
                 lane.wait_for_caller()
+
+
+def run_in_turn(workers: Sequence[Worker]) -> None:
+    """Runs all workers, first stage first, each as far as it gets.
+
+    For stages that only queue their work: few questions asked, and the stages that others wait for
+    get the longest head start.
+    """
+    moved = True
+    while moved:
+        moved = False
+        for worker in workers:
+            while worker.ready():
+                with worker.stage.entered(worker.pending[0].kind):
+                    worker.advance()
+                moved = True
+    refuse_stuck(workers)
 
 
 class LaneMemory(Memory):

@@ -1,15 +1,14 @@
 """The only interpreter of schedules: walks a stage's actions, moves messages, writes the ledger."""
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from offbeat.averaging.averager import Averager, Task
-from offbeat.errors import BatchError, Deadlock
+from offbeat.errors import BatchError
 from offbeat.faults import Faults
 from offbeat.guards import Guard, Updates
 from offbeat.nest import Nest
@@ -266,62 +265,3 @@ def _compare_checksums(of_inputs: int | None, of_targets: int | None) -> None:
             " the same loader in the same order: seed its shuffling alike, for example with"
             " DataLoader(..., generator=torch.Generator().manual_seed(0))."
         )
-
-
-Choose = Callable[[Sequence[Worker]], Worker]
-
-
-def updates_last(ready: Sequence[Worker]) -> Worker:
-    """Forwards, then backwards, then updates: an error leaves as few weights moved as can be.
-
-    Deep stages go first: what the last ones have just computed is still in the cache.
-    """
-    return min(ready, key=lambda w: ("FBUSM".index(w.pending[0].kind), -w.stage.index))
-
-
-def shuffled(seed: int) -> Choose:
-    """Any ready worker: the order between stages must not matter, and tests check that."""
-    return random.Random(seed).choice
-
-
-def run_together(workers: Iterable[Worker], choose: Choose = updates_last) -> None:
-    """Runs all workers in this process until none has anything left to do."""
-    workers = list(workers)
-    while ready := [worker for worker in workers if worker.ready()]:
-        choose(ready).advance()
-    _refuse_stuck(workers)
-
-
-def run_in_turn(workers: Iterable[Worker]) -> None:
-    """Runs all workers, first stage first, each as far as it gets.
-
-    For stages that only queue their work: few questions asked, and the stages that others wait for
-    get the longest head start.
-    """
-    workers = list(workers)
-    moved = True
-    while moved:
-        moved = False
-        for worker in workers:
-            while worker.ready():
-                with worker.stage.entered(worker.pending[0].kind):
-                    worker.advance()
-                moved = True
-    _refuse_stuck(workers)
-
-
-def _refuse_stuck(workers: Iterable[Worker]) -> None:
-    stuck = [worker for worker in workers if worker.pending]
-    if stuck:
-        lines = [
-            f"worker {worker.stage.index} of replica {worker.stage.replica} waits at"
-            f" {worker.pending[0]} for {', '.join(map(str, worker.needs(worker.pending[0])))}"
-            for worker in stuck
-        ]
-        raise Deadlock("nobody can go on:\n  " + "\n  ".join(lines))
-
-
-def run_alone(worker: Worker) -> None:
-    """Runs the one worker of a process; the others run theirs, and messages keep them in step."""
-    while worker.pending:
-        worker.advance()

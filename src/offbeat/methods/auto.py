@@ -1,54 +1,21 @@
 """The least staleness that keeps every stage busy, and what to do about the rest."""
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import Field, dataclass, fields, replace
 from math import ceil
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TextIO
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods import DSP, Asynchronous, PipeDream, Synchronous
 from offbeat.methods.base import Method, require_count
+from offbeat.methods.findings import corrections_for, limit, sentence
 from offbeat.schedules.timeline import Costs, timeline
 
 OptimizerKind = Literal["momentum", "adam", "muon", "other"]
-
-_LEAST_ROWS, _LEAST_ROWS_OF_STATISTICS = 2, 8
-"""Of a part; the latter where BatchNorm reads its statistics off a part. Measured were a GPT down
-to one row and BatchNorm down to 16, which cost a ResNet-20 0.4 points: less than
-whole batches do in four or eight stages."""
-_MOST_LATE: dict[OptimizerKind, float] = {"momentum": 2.0, "adam": 0.5, "muon": 0.5, "other": 0.5}
-"""Updates by which the parts of a batch may be late at the first stage, on average."""
-_LEAST_PARTS = 8
-"""As far as there are so many stages. With spike compensation an AlexNet in two stages lost 2.2
-points with whole batches and none with two parts, a ResNet-20 in four 0.35 with two and 0.04 with
-four (by the means of five seeds), in eight 0.11 with four and 0.02 with eight (of 37 seeds)."""
-_SPIKE = (
-    "spike compensation: a ResNet-20 in 8 parts (lag 1) and a ResNet-56 in 8 (lag 3) ended level"
-    " with plain training; with whole batches half came back at a lag of 3, a third to a half at 7,"
-    " an eighth to a quarter at 19; it keeps no copies of weights"
-)
-_SPIKE_MEASURED = 19
-"""The largest lag at which that has been measured."""
-_EXTRAPOLATE = (
-    "extrapolate: a small GPT with 7 of 16 parts late by an update at its first stage ended below"
-    " plain training's loss with it, with AdamW as with Muon; it keeps two copies of the weights"
-)
-_EXTRAPOLATE_LATE = (
-    "extrapolate: with 7 of 8 parts late by an update it left a small GPT 0.06 nats (AdamW) or"
-    " 0.005 (Muon) above plain training, 0.41 and 0.02 without it; it keeps two copies of the"
-    " weights; larger batches would allow more parts"
-)
-_RATE_BY_LAG = (
-    "rate-by-lag: at a lag of 7 a small GPT with Muon lost 0.35 nats with it and 0.62 without; it"
-    " keeps no copies of weights; larger batches would allow more parts"
-)
-_RATE_MEASURED = 7
-"""The smallest lag at which that has been measured; there extrapolating gave a fifth back."""
-_NONE_HELPS = (
-    "no correction: with AdamW and plain training's rate they were measured at lags of 7 and more,"
-    " where none gave a small GPT back more than an eighth of what lag costs; larger batches would"
-    " allow more parts"
-)
+log = logging.getLogger("offbeat.auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +71,25 @@ class Plan:
         chosen = " + ".join([_spelled(self.method), *self.corrections])
         return "\n".join([f"auto: {chosen}", *(f"  {reason}" for reason in self.reasons)])
 
+    def announce(self) -> None:
+        """Logs it, at level INFO. Where nobody has set up logging it is shown on stderr."""
+        silent = logging.getLogger("offbeat").level > logging.INFO
+        with nullcontext() if silent or log.hasHandlers() else shown_on(sys.stderr):
+            log.info("%s", self)
+
+
+@contextmanager
+def shown_on(stream: TextIO) -> Iterator[None]:
+    """Where what "auto" chooses is to be read, without a word on how to log anything else."""
+    handler, level = logging.StreamHandler(stream), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
 
 def settings_of(named: Named) -> dict[str, Any]:
     """The settings in which a method or a correction differs from its defaults."""
@@ -134,22 +120,22 @@ def plan_for(
         return Plan(
             Synchronous(), (), ("one stage has nothing to wait for: cut the model (stages=4)",)
         )
-    least_rows = _LEAST_ROWS_OF_STATISTICS if batch_norm else _LEAST_ROWS
+    least_rows = limit("least_rows_with_batch_norm" if batch_norm else "least_rows")
     room = None if auto.batch is None else max(1, auto.batch // least_rows)
-    least = min(stages, _LEAST_PARTS)
-    method, costs = _least_lag(stages, least, _MOST_LATE[optimizer], auto.hop, room)
+    least, most = min(stages, limit("least_parts")), limit("most_late")[optimizer]
+    method, costs = _least_lag(stages, least, most, auto.hop, room)
     speed = timeline(method, stages, costs=costs).speed_up
-    lags = method.lags(stages)
     reasons = [
         f"in flight per stage {_listed(method.depths(stages))}: the least that keeps all stages as"
         f" busy as they can be; modelled speed-up {speed:.2f} over one device",
-        _why_parts(method, stages, least, _MOST_LATE[optimizer], auto.batch, least_rows),
+        _why_parts(method, stages, least, most, auto.batch, least_rows),
         "stash: gradients are exact, at weights that are lag updates old",
     ]
     if batch_norm and (parts := method.micro_batches(stages)) > 1:
-        reasons.append(_slow_statistics(parts))
+        reasons.append(sentence("statistics", momentum=1 - 0.9 ** (1 / parts)))
     late = method.depths(stages)[0] / method.micro_batches(stages)
-    corrections, why = _corrections_for(optimizer, lags[0], late)
+    lag = method.lags(stages)[0]
+    corrections, why = corrections_for(optimizer, lag, on_time=late <= most)
     return Plan(method, corrections, (*reasons, why), least_rows)
 
 
@@ -183,39 +169,11 @@ def _why_parts(
             f" {least_rows} each; give larger batches if you can"
         )
     if depth <= most * (parts - 1):
-        return f"{text}, as many as stages up to {_LEAST_PARTS}: fewer lost accuracy where measured"
+        return f"{text}, {sentence('least_parts', least_parts=limit('least_parts'))}"
     return (
         f"{text}: were there fewer, those of the first stage would be more than {most:g} updates"
         " late on average"
     )
-
-
-def _slow_statistics(parts: int) -> str:
-    return (
-        f"BatchNorm's running statistics move with every part: a momentum of"
-        f" {1 - 0.9 ** (1 / parts):.3f} for PyTorch's 0.1 keeps the pace they have with whole"
-        " batches, which gave a ResNet-20 0.2 points in 8 parts without lag, 0.07 in 4 with it"
-        " (docs/which-correction.md)"
-    )
-
-
-def _corrections_for(
-    optimizer: OptimizerKind, lag: int, late: float
-) -> tuple[tuple[str, ...], str]:
-    """By name, and why: what docs/which-correction.md has measured, or what helped on either side.
-
-    ``late``: updates by which the parts of the first stage are, on average.
-    """
-    if optimizer == "momentum" and lag <= _SPIKE_MEASURED:
-        return ("spike-compensation",), _SPIKE
-    if optimizer in ("adam", "muon"):
-        if late <= _MOST_LATE[optimizer]:
-            return ("extrapolate",), _EXTRAPOLATE
-        if lag <= 1 or (optimizer == "muon" and lag < _RATE_MEASURED):
-            return ("extrapolate",), _EXTRAPOLATE_LATE
-        return (("rate-by-lag",), _RATE_BY_LAG) if optimizer == "muon" else ((), _NONE_HELPS)
-    where = "for this optimizer" if optimizer == "other" else f"at a lag of {lag}"
-    return (), f"no correction: none has been measured {where}; try extrapolate or predict"
 
 
 def least_depths(

@@ -33,6 +33,8 @@ class Method(ABC):
     waits_for: ClassVar[str]
     """The locks that are left: what a stage has to wait for."""
     reference: ClassVar[str]
+    asynchronous: ClassVar[bool] = False
+    """Whether stages go on while gradients are on their way. One stage alone has none to await."""
 
     @property
     def shrink(self) -> float:
@@ -71,6 +73,8 @@ class Asynchronous(Method):
     the micro-batches in flight at the first stage, and those of the others in proportion: less lag
     and less slack. ``cap=K-1`` is the least that keeps every stage busy if messages take no time.
     """
+
+    asynchronous = True
 
     backward: Rule = "stash"
     accumulate: int | None = 1

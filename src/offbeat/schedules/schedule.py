@@ -59,7 +59,7 @@ class Schedule:
                     raise ScheduleError(
                         f"stage {stage}: a cycle has {found} {kind} actions; one step of"
                         f" {self.micro_batches} micro-batches needs {count}. Got:"
-                        f" {' '.join(map(str, self._row(stage, self._full_step(stage))))}"
+                        f" {' '.join(map(str, self.row(stage, self._full_step(stage))))}"
                     )
 
     @property
@@ -70,22 +70,19 @@ class Schedule:
         """The first step in which nothing is left out: how many steps the fill takes."""
         return max(_steps_behind(slot, self.micro_batches) for slot in self.cycles[stage])
 
-    def _row(self, stage: int, step: int) -> tuple[Action, ...]:
+    def row(self, stage: int, step: int) -> tuple[Action, ...]:
+        """What a stage does in one step."""
         return tuple(
             action
             for slot in self.cycles[stage]
             if (action := _shifted(slot, stage, step, self.micro_batches)).batch >= 0
         )
 
-    def row(self, stage: int, step: int) -> tuple[Action, ...]:
-        """What a stage does in one step."""
-        return self._row(stage, step)
-
     def drain(self, stage: int, steps: int) -> tuple[Action, ...]:
         """What a stage still has to do after ``steps`` steps, so that all of it is applied."""
         left = []
         for step in range(steps, steps + self._full_step(stage)):
-            for action in self._row(stage, step):
+            for action in self.row(stage, step):
                 end = steps if action.kind == "U" else steps * self.micro_batches
                 if action.kind != "F" and action.batch < end:
                     left.append(action)
@@ -95,7 +92,7 @@ class Schedule:
         """The first ``steps`` steps of all stages, with the drain as a last row."""
         rows = []
         for stage in range(self.stages):
-            of_stage = [self._row(stage, step) for step in range(steps)]
+            of_stage = [self.row(stage, step) for step in range(steps)]
             rows.append((*of_stage, self.drain(stage, steps)) if drain else tuple(of_stage))
         return Table(tuple(rows), lockstep=self.lockstep, local_losses=self.local_losses)
 
@@ -104,11 +101,19 @@ class Schedule:
         """Steps until every stage runs whole cycles."""
         return max(self._full_step(stage) for stage in range(self.stages))
 
+    def depth(self, stage: int) -> int:
+        """How many batches a stage has been fed and not yet applied once the pipe is full.
+
+        After step n it has applied batches 0..n - depth. That is not its lag where forwards read
+        an older version than the newest.
+        """
+        (update,) = (slot for slot in self.cycles[stage] if slot.kind == "U")
+        return -update.offset
+
     @cached_property
     def loss_delay(self) -> int:
         """Steps from feeding a batch to its gradient being applied at stage 0."""
-        first = min(slot.offset for slot in self.cycles[0] if slot.kind == "B")
-        return -(first // self.micro_batches)
+        return self.depth(0)
 
     @cached_property
     def lags(self) -> tuple[int, ...]:
@@ -140,7 +145,7 @@ class Schedule:
         starts = [sum(hops[:stage]) for stage in range(self.stages)]
         for tick in range(steps):
             yield tuple(
-                self._row(stage, tick - start) if tick >= start else ()
+                self.row(stage, tick - start) if tick >= start else ()
                 for stage, start in enumerate(starts)
             )
 
@@ -148,8 +153,8 @@ class Schedule:
         lines = [_flags(self)] if _flags(self) else []
         for stage in range(self.stages):
             full = self._full_step(stage)
-            fill = [action for step in range(full) for action in self._row(stage, step)]
-            parts = (fill, self._row(stage, full), self.drain(stage, full + 1))
+            fill = [action for step in range(full) for action in self.row(stage, step)]
+            parts = (fill, self.row(stage, full), self.drain(stage, full + 1))
             words = [" ".join(map(str, part)) or "-" for part in parts]
             lines.append(f"stage {stage}: fill {words[0]} | cycle {words[1]} | drain {words[2]}")
         return "\n".join(lines)

@@ -104,19 +104,27 @@ class Table:
         return readings
 
     def check(self) -> None:
-        """Raises unless the table can be run: each batch once, forwards first, no deadlock."""
+        """Raises unless the table can be run.
+
+        Each batch comes once, its forward before its backward; a forward reads a version that an
+        update before it wrote (0 is there from the start); and nobody waits for ever.
+        """
         for stage in range(self.stages):
             self._check_order(stage)
         self.walk()
 
     def _check_order(self, stage: int) -> None:
         seen: set[tuple[Kind, int]] = set()
+        newest = 0
         for place, action in enumerate(self.order(stage)):
             fault = None
             if (action.kind, action.batch) in seen:
                 fault = "appears twice"
             elif action.kind == "B" and ("F", action.batch) not in seen:
                 fault = f"comes before {stage}F{action.batch}"
+            elif action.version is not None and action.version > newest:
+                fault = f"reads a version that no update before it wrote (the newest is {newest})"
+            newest += action.kind == "U"
             seen.add((action.kind, action.batch))
             if fault:
                 raise ScheduleError(

@@ -50,6 +50,8 @@ class Gathered(NamedTuple):
     arrived_s: float
     replicas: int
     """How many contributed."""
+    senders: Sequence[int] | None = None
+    """Which replicas the parts are from; None for all of them."""
 
 
 class Transport(Protocol):

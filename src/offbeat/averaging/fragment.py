@@ -1,0 +1,170 @@
+"""A part of a stage's weights that is averaged as one flat vector, and what it has under way."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from offbeat.averaging.base import Averaging, Plan
+from offbeat.averaging.compression import codec_for
+from offbeat.averaging.flat import flatten, mean_of, write
+from offbeat.averaging.moments import MomentPlace, Moments
+from offbeat.stages.stage import Stage
+from offbeat.transport.base import Gathered
+
+
+class Departure(NamedTuple):
+    """What is kept of an average until it arrives."""
+
+    round: int
+    known: Tensor | None
+    """The point it is measured from, where it is sent as the way from one."""
+    weights: Tensor | None
+    """This replica's own weights then, where the merge needs them."""
+    moments: list[MomentPlace]
+    """What was sent of the optimizers, which may keep more when it is merged."""
+
+
+class Fragment:
+    """Starts and merges the averages of some parameters."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        stage: Stage,
+        averaging: Averaging,
+        plan: Plan,
+        replicas: int,
+    ) -> None:
+        weights = flatten(parameters)
+        self._parameters = parameters
+        self._stage = stage
+        self._plan = plan
+        self._replicas = replicas
+        self._policy = averaging.optimizer_state
+        self._progress = plan.keep if plan.progress is None else plan.progress
+        self.outer = plan.outer(weights, replicas)
+        self.under_way: dict[int, Departure] = {}
+        """By the version of the weights at which an average was started."""
+        self._rounds = 0
+        """Averages started so far."""
+        self._now: Tensor | None = None
+        """Memory for the weights at a merge."""
+        sizes = [parameter.numel() for parameter in parameters]
+        self._codec = codec_for(averaging.compress, weights.dtype, sizes)
+        # Few bits go far when they describe the way from a point that every replica knows: the
+        # last average of all. A late one is measured from the point known when it was started.
+        relative = averaging.compress is not None and self.outer.sends == "weights"
+        self._known: Tensor | None = weights if relative else None
+        self._moments = Moments(parameters, stage.optimizers, stage.index)
+
+    @property
+    def started(self) -> int | None:
+        """When the oldest average under way was started."""
+        return next(iter(self.under_way), None)
+
+    def start(self, version: int) -> list[Tensor]:
+        """What this replica contributes to an average that starts now."""
+        now = flatten(self._parameters)
+        part = self.outer.part(now)
+        if self._known is not None:
+            part = part - self._known
+        parts = self._codec.encode(part)
+        moments: list[MomentPlace] = []
+        if self._policy == "average":
+            moments, sent = self._moments.parts()
+            parts += sent
+        own = now if self._plan.keep != self._progress else None
+        self.under_way[version] = Departure(self._rounds, self._known, own, moments)
+        self._rounds += 1
+        return parts
+
+    def merge(self, version: int, gathered: Gathered | None) -> None:
+        """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
+        mean, left, parts = None, None, []
+        if gathered is not None:
+            left = self.under_way.pop(version)
+            parts = self._parts_of_partners(left, gathered)
+            mean = self._mean_of(left, parts, gathered)
+        self._now = now = flatten(self._parameters, self._now)
+        target = self.outer.target(mean, now)
+        if target is None:
+            return
+        write(self._merged(target, now, None if left is None else left.weights), self._parameters)
+        if left is not None and left.moments:
+            sent = [of_one[self._codec.width :] for of_one in parts]
+            self._moments.merge(left.moments, sent, self._plan.keep)
+        elif self._policy == "reset":
+            for optimizer in self._stage.optimizers:
+                for parameter in self._parameters:
+                    optimizer.state.pop(parameter, None)
+
+    def _parts_of_partners(self, left: Departure, gathered: Gathered) -> list[list[Tensor]]:
+        if self._plan.partners is None:
+            return gathered.parts
+        members = self._plan.members(left.round, self._stage.replica, self._replicas)
+        senders = range(self._replicas) if gathered.senders is None else gathered.senders
+        return [
+            of_one
+            for sender, of_one in zip(senders, gathered.parts, strict=True)
+            if sender in members
+        ]
+
+    def _mean_of(
+        self, left: Departure, parts: Sequence[Sequence[Tensor]], gathered: Gathered
+    ) -> Tensor:
+        everybody = parts is gathered.parts
+        mean = self._decoded_mean(parts, gathered.replicas if everybody else len(parts))
+        if left.known is not None:
+            of_all = mean
+            if not everybody:
+                of_all = self._decoded_mean(gathered.parts, gathered.replicas)
+            self._known = left.known + of_all
+            mean = self._known if everybody else left.known + mean
+        return mean
+
+    def _decoded_mean(self, parts: Sequence[Sequence[Tensor]], replicas: int) -> Tensor:
+        width = self._codec.width
+        return mean_of([self._codec.decode(of_one[:width]) for of_one in parts], replicas)
+
+    def _merged(self, target: Tensor, now: Tensor, sent: Tensor | None) -> Tensor:
+        """X + keep (x_sent - X) + progress (x - x_sent), written over ``now``.
+
+        Never over x_sent, which other replicas of this process may not have read yet.
+        """
+        keep = self._plan.keep
+        if keep == self._progress == 0:
+            return target
+        if sent is None:
+            return now.sub_(target).mul_(keep).add_(target)
+        now.sub_(sent).mul_(self._progress)
+        return now.add_((sent - target).mul_(keep).add_(target))
+
+    def settle(self) -> None:
+        """All replicas have just been given the same weights."""
+        weights = flatten(self._parameters)
+        self.outer.settle(weights)
+        self.under_way.clear()
+        if self._known is not None:
+            self._known = weights
+
+    def snapshot(self, *, debts: bool) -> dict[str, Any]:
+        return {
+            "outer": self.outer.memory(),
+            "codec": self._codec.memory() if debts else {},
+            "rounds": self._rounds,
+            "known": self._known,
+            "under_way": {
+                version: [*left[:3], [tuple(place) for place in left.moments]]
+                for version, left in self.under_way.items()
+            },
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.outer.load(state["outer"])
+        self._codec.load(state["codec"])
+        self._rounds, self._known = state["rounds"], state["known"]
+        self.under_way = {
+            version: Departure(round, known, weights, [MomentPlace(*place) for place in places])
+            for version, (round, known, weights, places) in state["under_way"].items()
+        }

@@ -1,0 +1,104 @@
+"""What must be the same for a run to go on from a checkpoint, compared in words."""
+
+import hashlib
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.engines.pipeline import Pipeline
+from offbeat.engines.setup import describe
+from offbeat.errors import ConfigurationError
+
+Manifest = dict[str, Any]
+
+_WORDS = {
+    "stages": "a number of stages of",
+    "replicas": "a number of replicas of",
+    "processes": "a number of processes of",
+    "layers": "layers of digest",
+    "torch": "PyTorch",
+    "threads": "a number of threads of",
+}
+"""For facts that are not called in a sentence what they are called here."""
+_MISSING = object()
+
+
+def facts_of(pipeline: Pipeline) -> dict[str, Any]:
+    """What must be the same for a run to go on exactly."""
+    setup, cut = pipeline.setup, pipeline.cut
+    return {
+        "method": describe(setup.course.method),
+        "stages": cut.stages,
+        "cuts": None if cut.places is None else list(cut.places),
+        "replicas": setup.replicas,
+        "averaging": describe(setup.averaging),
+        "corrections": [describe(correction) for correction in setup.course.corrections],
+        "monitor": describe(setup.monitor),
+        "guards": describe(setup.guards),
+        "compile": setup.compile,
+        "processes": pipeline.engine.size,
+        "seed": pipeline.recipe.seed,
+        "clip": setup.clip,
+        "autocast": None if setup.autocast is None else str(setup.autocast),
+        "layers": _digest_layers(cut.model),
+    }
+
+
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """Names, types and shapes of the model's weights and buffers."""
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _digest_layers(model: nn.Module) -> str:
+    """A digest of the model as it prints, which tells a dropout of 0.1 from one of 0.2."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(model))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def compare_models(path: Path, manifest: Manifest, model: nn.Module) -> None:
+    """Refuses a checkpoint of another model."""
+    ours, theirs = describe_model(model), manifest["model"]
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            raise ConfigurationError(
+                f"{path} is of another model: {name!r} is {theirs.get(name, 'missing')} there and"
+                f" {ours.get(name, 'missing')} here. Build the same model."
+            )
+
+
+def compare_facts(path: Path, manifest: Manifest, pipeline: Pipeline) -> None:
+    """Refuses an exact checkpoint of other settings; warns where only bits may differ."""
+    for name, value in facts_of(pipeline).items():
+        stored = manifest.get(name, _MISSING)
+        if name == "cuts" and value is None:
+            continue  # decided by the stored first batch
+        if stored is _MISSING:
+            raise ConfigurationError(
+                f"{path} does not say what {name} it was saved with: an older version of offbeat"
+                f" wrote it, and this one goes on exactly only where {name} is known to be the"
+                " same. Resume it with the version that wrote it, and save with drain=True there."
+            )
+        if stored != value:
+            raise ConfigurationError(
+                f"{path} was saved with {_WORDS.get(name, name)} {stored}, and this trainer has"
+                f" {value}. An exact checkpoint holds what is in flight, so only the same"
+                " settings can go on from it: build the trainer as it was, or resume from one"
+                " saved with drain=True."
+            )
+    then = {"torch": manifest["versions"]["torch"], "threads": manifest["threads"]}
+    now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    for name, value in now.items():
+        if then[name] != value and pipeline.engine.rank == 0:
+            warnings.warn(
+                f"{path} was saved with {_WORDS[name]} {then[name]}, this is {value}: the run"
+                " goes on, but not necessarily with the same bits.",
+                stacklevel=5,
+            )

@@ -1,0 +1,55 @@
+"""The user's model and its copies: the model of replica 0, and one for every other replica here."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from offbeat.cutting.cut import Cut
+from offbeat.errors import ConfigurationError
+
+
+class Models:
+    """What the replicas of this process train, and what their models have alike in every step."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cuts = [cut]
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._flags: list[tuple[Any, Any, str]] = []
+        """Parts of the user's model, their copies, and the flag that copies follow."""
+
+    def begin(self, cut: Cut, replicas: int) -> None:
+        """Makes the copies, and settles what is trained."""
+        # Replica 0's is the user's own model.
+        self.cuts = [cut, *(cut.copy() for _ in range(1, replicas))]
+        own, *copies = self
+        self._frozen = [(name, p) for name, p in own.named_parameters() if not p.requires_grad]
+        for copy in copies:
+            self._flags += _pair(own.modules(), copy.modules(), "training")
+            self._flags += _pair(own.parameters(), copy.parameters(), "requires_grad")
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (cut.model for cut in self.cuts)
+
+    def refuse_thawed(self) -> None:
+        """Of the whole model, so that all processes refuse alike."""
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise ConfigurationError(
+                f"{thawed[0]} was frozen when this trainer began and has requires_grad now: what is"
+                " trained is settled then. Keep the weights with state_dict(), and build a new"
+                " Trainer with the model as it is to be trained. The batch was not started."
+            )
+
+    def copy_flags(self) -> None:
+        """Lets the copies follow what the user has set in the model since the last step."""
+        for own, copy, name in self._flags:
+            setattr(copy, name, getattr(own, name))
+
+    def load(self, state: dict[str, Any]) -> None:
+        for model in self:
+            model.load_state_dict(state)
+
+
+def _pair(own: Iterable[Any], copies: Iterable[Any], flag: str) -> Iterator[tuple[Any, Any, str]]:
+    return ((one, other, flag) for one, other in zip(own, copies, strict=True))

@@ -1,0 +1,335 @@
+"""A run between the user's verbs and the workers: phases, fills, batches fed, losses owed."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.averaging.averager import Averager
+from offbeat.averaging.replicas import Replicas, mean_of, state_of
+from offbeat.corrections.corrector import Corrector, Fill
+from offbeat.cutting.counting import cut_by_count
+from offbeat.cutting.cut import Balance, Cut
+from offbeat.cutting.timing import cut_by_time
+from offbeat.engines import feed
+from offbeat.engines.base import Engine
+from offbeat.engines.models import Models
+from offbeat.engines.position import Position
+from offbeat.engines.setup import Setup
+from offbeat.engines.worker import Worker
+from offbeat.errors import ConfigurationError, StoppedError
+from offbeat.guards import Guard
+from offbeat.methods import DGL, Method
+from offbeat.nest import Nest
+from offbeat.schedules.schedule import Schedule
+from offbeat.stages.build import Recipe
+from offbeat.stages.stage import Stage
+from offbeat.transport.base import Key, Transport
+
+
+class Pipeline:
+    """A model in stages, trained by a setup on an engine.
+
+    Its public names are what checkpoints and returning replicas read and write.
+    """
+
+    def __init__(self, setup: Setup, cut: Cut, engine: Engine, seed: int) -> None:
+        self.setup = setup
+        self.cut = cut
+        self.engine = engine
+        self.position = Position()
+        self.replicas = Replicas(setup.replicas, setup.averaging)
+        self.models = Models(cut)
+        self.first: Nest = None
+        """The batch that decided how the stages were made, where one was needed."""
+        self.stopped: str | None = None
+        """The error that ended the run, if one did."""
+        self.when_built: Callable[[], None] | None = None
+        """What waits for the stages to be made."""
+        self.recipe = Recipe(
+            loss=setup.loss,
+            optimizer=setup.optimizer,
+            scheduler=setup.scheduler,
+            autocast=setup.autocast,
+            device=setup.device,
+            seed=seed,
+            compile=setup.compile,
+            lanes=engine.lanes,
+        )
+        needs_heads = self.cut.stages > 1 and any(isinstance(m, DGL) for m, _ in self._phases)
+        if not self.cut.needs_batch and not needs_heads:
+            self.build(None)
+
+    @property
+    def _phases(self) -> Sequence[tuple[Method, int | None]]:
+        return self.setup.course.phases
+
+    @property
+    def method(self) -> Method:
+        """The method that runs now."""
+        return self._phases[self.position.phase][0]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.setup.course.schedules[self.position.phase]
+
+    # ---------------------------------------------------------------- building
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the stages have been made: some need the first batch to know how."""
+        return bool(self.engine.workers)
+
+    def build(self, batch: Nest) -> None:
+        """Makes the workers of this process."""
+        placement = self.engine.placement
+        self.first = batch
+        self.cut = self.cut.decide(batch, self._balance)
+        self.cut.sharing().refuse_overlaps(
+            in_turn=self.setup.is_synchronous and self.engine.runs_in_turn,
+            copies=len(placement.replicas_here) > 1,
+        )
+        self.models.begin(self.cut, len(placement.replicas_here))
+        for replica, cut in zip(placement.replicas_here, self.models.cuts, strict=True):
+            modules = cut.modules
+            heads = self.recipe.heads((phase for phase, _ in self._phases), modules, batch)
+            names = {id(p): name for name, p in cut.model.named_parameters()}
+            norm_order = cut.norm_order()
+            for stage in self.recipe.stages(modules, heads, placement.stages_of(replica), replica):
+                stage.norm_order = norm_order
+                stage.names |= names
+                guard = Guard(self.setup.guards, stage, names, self.engine.updates)
+                transport = self.engine.transports[replica]
+                self.engine.workers.append(self._worker(stage, transport, guard))
+                # Now, not when a later phase begins, corrections say what they do not fit.
+                lags = [schedule.lags[stage.index] for schedule in self.setup.course.schedules]
+                stage.corrector.refuse_unfit(max(lags), stage.optimizers)
+        if self.when_built is not None:
+            self.when_built()
+
+    @property
+    def _balance(self) -> Balance:
+        if self.setup.balance == "counted":
+            return cut_by_count
+        side_by_side = self.engine.lanes is not None
+        return partial(cut_by_time, autocast=self.setup.autocast, side_by_side=side_by_side)
+
+    def _worker(self, stage: Stage, transport: Transport, guard: Guard) -> Worker:
+        setup, engine = self.setup, self.engine
+        stage.corrector = Corrector(
+            setup.course.corrections,
+            stage=stage.index,
+            stages=self.cut.stages,
+            parameters=[p for p in stage.parameters if p.requires_grad],
+            monitor=setup.monitor,
+        )
+        averager = None
+        if setup.averaging is not None:
+            averager = Averager(setup.averaging, stage, setup.replicas, transport, engine.ledger)
+        return Worker(
+            stage,
+            self.cut.stages,
+            transport,
+            engine.book,
+            clip=setup.clip,
+            faults=setup.faults,
+            averager=averager,
+            guard=guard,
+            listeners=engine.placement.listeners,
+            clock=engine.clock,
+        )
+
+    # ---------------------------------------------------------------- running
+
+    def step(self, x: Nest, y: Nest) -> Tensor | None:
+        """One batch through :attr:`schedule`; the loss that is due, None while the pipe fills."""
+        self._enter_next_phase()
+        shards = feed.divide(self, x, y)
+        if self.position.step == 0:
+            feed.warn_of_small_parts(self, shards)
+        self.models.refuse_thawed()
+        self.models.copy_flags()
+        with self.stopping_on_error(), torch.enable_grad():
+            if self.position.step == 0:
+                self.engine.refuse_equal_shards(x, y)
+            if not self.is_built:
+                self.build(self.engine.share_first(feed.first_of(self, shards)))
+            if self.position.step_in_fill == 0:
+                self._begin_fill()
+            feed.hand_out(self, shards)
+            for worker in self.engine.workers:
+                worker.step = self.position.step
+                step = self.position.step_in_fill
+                worker.pending += self.schedule.row(worker.stage.index, step)
+            self.engine.run()
+            self._read_monitors()
+            self.position.advance()
+            late = len(self.position.awaited) - self.schedule.loss_delay
+            return self._take_loss() if late > 0 else None
+
+    def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
+        """What this process needs of a loader's batches."""
+        local = any(schedule.local_losses for schedule in self.setup.course.schedules)
+        return self.engine.batches(loader, all_need_targets=local)
+
+    def stop_together(self, asked: bool, steps_per_s: float) -> bool:
+        """Whether to end the run after this step, in all processes alike."""
+        averaging = self.setup.averaging
+        plan = None if averaging is None else averaging.plan()
+        lag = max(self.method.lags(self.cut.stages))
+        apart = 2 + 2 * lag + (0 if plan is None else plan.every + plan.delay)
+        return self.engine.stop_together(asked, self.position.step, steps_per_s, apart)
+
+    def flush(self) -> list[Tensor]:
+        """Drains the pipe and returns the losses still owed; replicas take their average."""
+        with self.stopping_on_error(), torch.enable_grad():
+            for worker in self.engine.workers:
+                step = self.position.step_in_fill
+                worker.pending += self.schedule.drain(worker.stage.index, step)
+            self.engine.run()
+            self.position.step_in_fill = 0
+            self.replicas.settle(self.engine.workers)
+            owed, self.position.owed = self.position.owed, []
+            with self.engine.between_steps():
+                return owed + [self._take_loss() for _ in range(len(self.position.awaited))]
+
+    def drain(self) -> None:
+        """Flushes for a reason of our own: the user's next flush hands out the losses."""
+        self.position.owed = self.flush()
+
+    def _enter_next_phase(self) -> None:
+        updates = self._phases[self.position.phase][1]
+        if updates is not None and self.position.steps_in_phase >= updates:
+            self.drain()
+            self.position.phase += 1
+            self.position.steps_in_phase = 0
+
+    def _begin_fill(self) -> None:
+        with self.engine.between_steps():
+            for worker in self.engine.workers:
+                self.follow(worker, self.position.next_batch)
+
+    def follow(self, worker: Worker, first_batch: int, first_update: int | None = None) -> None:
+        """Lets a worker and its stage run by the present method."""
+        schedule, method = self.schedule, self.method
+        stage = worker.stage
+        fill = Fill(
+            lag=schedule.lags[stage.index],
+            micro_batches=schedule.micro_batches,
+            first_batch=first_batch,
+            first_update=stage.version if first_update is None else first_update,
+        )
+        stage.corrector.begin(fill, stage.optimizers)
+        stage.follow(
+            method.rule,
+            in_flight=schedule.in_flight(stage.index),
+            kept_versions=schedule.kept_versions(stage.index),
+            shrink=method.shrink * stage.corrector.shrinkage,
+            local_loss=schedule.local_losses,
+        )
+        worker.begin(schedule, first_batch, first_update)
+
+    def _read_monitors(self) -> None:
+        stages = [worker.stage for worker in self.engine.workers]
+        due = [stage for stage in stages if stage.corrector.due(stage.version)]
+        with self.engine.between_steps() if due else nullcontext():
+            for stage in due:
+                for what, value in stage.corrector.readings(stage.version):
+                    self.engine.readings.record(
+                        what, stage.index, stage.replica, stage.version, value
+                    )
+
+    def _take_loss(self) -> Tensor:
+        """The oldest loss not handed out yet; every process is told, and all are told the same.
+
+        Of several replicas in this process it is the mean.
+        """
+        numbers = self.position.awaited.popleft()
+        losses: dict[int, Tensor] = {}
+        for worker in self.engine.workers:
+            if worker.stage.index not in self.engine.placement.listeners:
+                continue
+            last = self.cut.stages - 1
+            keys = [Key("loss", worker.stage.index, n, last) for n in numbers]
+            terms = [worker.transport.receive(key) for key in keys]
+            loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+            losses[worker.stage.replica] = loss
+        return mean_of(list(losses.values()))
+
+    # ---------------------------------------------------------------- weights
+
+    def weights(self) -> dict[str, Any]:
+        """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
+        values: dict[int, Tensor] = {}
+        with self.engine.between_steps():
+            states = self.replicas.states(self.engine.workers)
+            for stage, module in enumerate(self.cut.modules if self.is_built else []):
+                entries = state_of(module)
+                own = list(states.get(stage, entries).values())
+                everyone = self.engine.share_tensors(own, stage)
+                values |= {id(e): v for e, v in zip(entries.values(), everyone, strict=True)}
+            state = self.cut.model.state_dict(keep_vars=True)
+            for name, entry in state.items():
+                if isinstance(entry, Tensor):
+                    state[name] = values.get(id(entry), entry).detach().clone()
+        return state
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        flying = max((worker.stage.in_flight for worker in self.engine.workers), default=0)
+        if self.stopped is None and flying:
+            raise ConfigurationError(
+                f"load_state_dict with {flying} batches in flight: their gradients belong to the"
+                " old weights. Call flush() first."
+            )
+        with self.engine.between_steps():
+            self.models.load(state)
+        self.discard()
+        if self.is_built:
+            self.meet("weights loaded")  # who goes on early sends what others then clear away
+
+    def discard(self) -> None:
+        """Forgets whatever is in flight: weights come from elsewhere."""
+        workers = self.engine.workers
+        newest = max((worker.stage.version for worker in workers), default=0)
+        for worker in workers:
+            worker.stage.discard()
+            worker.stage.version = newest  # an error may have left some behind
+            worker.pending.clear()
+            worker.transport.clear()
+            worker.guard.forget()
+            if worker.averager is not None:
+                worker.averager.forget()
+        self.position.awaited.clear()
+        self.position.step_in_fill = 0
+        self.stopped = None
+
+    def meet(self, name: str, value: Any = None) -> list[Any]:
+        """Every process's value, by rank; nobody goes on before all are here."""
+        with self.stopping_on_error():
+            return self.engine.meet(name, value)
+
+    # ---------------------------------------------------------------- errors
+
+    def refuse_if_stopped(self) -> None:
+        if self.stopped is not None:
+            raise StoppedError(
+                f"this run ended at an earlier error ({self.stopped}), with batches in flight that"
+                f" some stages may have applied and others not. {self.engine.way_on}"
+            )
+
+    @contextmanager
+    def stopping_on_error(self, *, alone: bool = True) -> Iterator[None]:
+        """Remembers that anything, Ctrl-C included, ended a step half-way; tells the others.
+
+        ``alone``: also where no other process waits for what an error leaves undone.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if alone or self.engine.size > 1:
+                self.stopped = f"{type(error).__name__}: {error}".splitlines()[0]
+                self.engine.report(error)
+            raise

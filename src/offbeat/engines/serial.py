@@ -1,0 +1,46 @@
+"""The serial engine: all stages of all replicas in this process, one action at a time."""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from offbeat.engines.base import Engine, refuse_stuck
+from offbeat.engines.placement import Placement
+from offbeat.engines.worker import Worker
+from offbeat.transport.memory import Meeting
+
+Choose = Callable[[Sequence[Worker]], Worker]
+
+
+class Serial(Engine):
+    """Runs whichever worker can go on; the order between them changes no bit."""
+
+    runs_in_turn = True
+
+    def __init__(self, stages: int, replicas: int) -> None:
+        super().__init__(Placement.in_one(stages, replicas))
+        self.transports = dict(enumerate(Meeting(replicas).rows))
+        self.choose: Choose = choose_updates_last
+
+    def run(self) -> None:
+        run_together(self.workers, self.choose)
+
+
+def choose_updates_last(ready: Sequence[Worker]) -> Worker:
+    """Forwards, then backwards, then updates: an error leaves as few weights moved as can be.
+
+    Deep stages go first: what the last ones have just computed is still in the cache.
+    """
+    return min(ready, key=lambda w: ("FBUSM".index(w.pending[0].kind), -w.stage.index))
+
+
+def choose_randomly(seed: int) -> Choose:
+    """Any ready worker: the order between stages must not matter, and tests check that."""
+    return random.Random(seed).choice
+
+
+def run_together(workers: Iterable[Worker], choose: Choose = choose_updates_last) -> None:
+    """Runs all workers in this process until none has anything left to do."""
+    workers = list(workers)
+    while ready := [worker for worker in workers if worker.ready()]:
+        choose(ready).advance()
+    refuse_stuck(workers)
