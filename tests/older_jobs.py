@@ -8,6 +8,7 @@ that commit (only what every version has is used here):
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -74,10 +75,8 @@ def write(folder: Path) -> None:
         second.resume(folder / kind)
         expected[kind] = go_on(second)
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
-    try:
+    with contextlib.suppress(SystemExit):
         cli.main([*TRAIN, "--out", str(folder / "run")])
-    except SystemExit as ended:
-        assert not ended.code
 
 
 if __name__ == "__main__":
