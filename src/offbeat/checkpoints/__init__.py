@@ -317,7 +317,7 @@ class Checkpoints:
         def take_over() -> None:
             models = dict(zip(engine.placement.replicas_here, pipeline.models, strict=True))
             facts = facts_of(pipeline)
-            same = all(manifest[name] == facts[name] for name in _OF_CORRECTIONS)
+            same = all(manifest.get(name) == facts[name] for name in _OF_CORRECTIONS)
             for worker in engine.workers:
                 drained.take_over(worker.stage, models[worker.stage.replica], states)
                 if same:

@@ -26,6 +26,8 @@ from offbeat.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+_ALWAYS = ("kind", "data", "versions", "threads", "model", "method", "stages", "cuts")
+"""What every manifest of this format says. Facts that were added later may be missing."""
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced\.partial")
 
@@ -69,6 +71,9 @@ class Found:
                 f"it has format {self.manifest.get('format')}, and this version of offbeat reads"
                 f" {FORMAT}; the version that saved it can go on from it"
             )
+        for fact in _ALWAYS:
+            if fact not in self.manifest:
+                return f"{MANIFEST} does not say {fact!r}: it has been changed or damaged"
         for name in names:
             entry = self.manifest["files"].get(name)
             if entry is None:
