@@ -282,7 +282,8 @@ def two_buffered(
 ) -> list[list[Tensor]]:
     """PipeDream-2BW: group u reads W[max(0, u - 1)] forward and backward, in every stage.
 
-    arXiv 2006.09503. So g(u) is the whole network's gradient one version ago, and W[u+1] = Opt(W[u], g(u)).
+    arXiv 2006.09503. So g(u) is the whole network's gradient one version ago, and
+    W[u+1] = Opt(W[u], g(u)).
     """
     copies = [_Stage(stage, optimizer) for stage in stages]
     for u, batch in enumerate(batches):

@@ -819,7 +819,7 @@ def test_export_evaluation_and_flush() -> None:
     trainer.flush()
     assert all(torch.equal(row, mean) for row in rows_now(trainer))
     # The average that was under way is dropped: a round begins at the flush.
-    assert not any(w.transport.waiting(w.stage.index) for w in trainer._workers)
+    assert not any(w.transport.waiting(w.stage.index) for w in trainer._engine.workers)
     trainer.step(*batches[0])
     ledger = [entry for entry in trainer.ledger if entry.kind in "SAM"]
     assert [(e.kind, e.batch) for e in ledger if e.replica == 0] == [("S", 4)]

@@ -84,8 +84,8 @@ def assert_differ(left: History, right: History) -> None:
     assert largest_gap(left, right) > 1e-3
 
 
-# m = 2 replicas with gradients x - c, c = (1, 3), from x = (0, 1), eta = 0.1: the weights after step
-# k and its merge, by a program apart. They start unequal on purpose.
+# m = 2 replicas with gradients x - c, c = (1, 3), from x = (0, 1), eta = 0.1: the weights after
+# step k and its merge, by a program apart. They start unequal on purpose.
 VECTORS: dict[str, dict[int, tuple[float, float]]] = {
     "dasgd 4 1 .25": {
         4: (0.3439, 1.6878),

@@ -27,7 +27,6 @@ from offbeat.elastic.door import Admission, Door, returns_of
 from offbeat.elastic.survivors import Survivors
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.rng import seed_for
-from offbeat.transport.link import Pair
 from test_survivors import Network, left_behind, pairs_of
 
 pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
@@ -208,7 +207,7 @@ def test_all_agree_on_every_average_around_a_return(
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Replica 1 of three is back and connected with 0 and 2; of these 2 has promised nothing."""
-    monkeypatch.setattr(joining, "_connect", lambda *_, **__: Pair(None, None))
+    monkeypatch.setattr(joining, "_connect", lambda *_, **__: None)
     made = HashStore()
     for name, value in {"who": "1", "here/0": "yes", "stands/2": "yes"}.items():
         returns_of(made).set(f"1/{name}", value)

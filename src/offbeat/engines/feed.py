@@ -21,19 +21,21 @@ Shard = tuple[Nest, Nest]
 def divide(pipeline: "Pipeline", x: Nest, y: Nest) -> list[Shard]:
     """The batch as one part per replica of this process; refused before anything has begun."""
     placement, device = pipeline.engine.placement, pipeline.setup.device
-    if placement.holds(0) and not nest.tensors(x):
+    if placement.holds_first and not nest.tensors(x):
         raise BatchError(f"x is a {type(x).__name__} without a tensor in it: give tensors.")
     checks.check_devices([x, y], device)
     checks.check_outside_autocast(device)
     here = len(placement.replicas_here)
-    shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
+    shards = [(x, y)]
+    if here > 1:
+        shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
     parts = pipeline.schedule.micro_batches
     if nest.tensors([x, y]):
         by_auto = pipeline.setup.course.plan is not None
         checks.check_rows(list(shards[0]), parts, pipeline.method, by_auto=by_auto)
-    if placement.holds(0):
+    if placement.holds_first:
         pipeline.cut.check_batch([x for x, _ in shards], parts)
-    if placement.holds(-1) and parts > 1 and not nest.tensors(y):
+    if placement.holds_last and parts > 1 and not nest.tensors(y):
         raise BatchError(
             f"y is a {type(y).__name__} without a tensor in it, and it is to be split into"
             f" {parts} micro-batches: give a tensor with a row per row of x. The batch was not"
@@ -60,6 +62,7 @@ def hand_out(pipeline: "Pipeline", shards: Sequence[Shard]) -> None:
     parts = schedule.micro_batches
     numbers = pipeline.position.add_batch(parts)
     replicas = placement.replicas_here
+    summed = pipeline.method.sums_gradients
     for worker in pipeline.engine.workers:
         x, y = shards[replicas.index(worker.stage.replica)]
         # Both ends were fed by one caller where all stages are here.
@@ -69,18 +72,16 @@ def hand_out(pipeline: "Pipeline", shards: Sequence[Shard]) -> None:
             for number, part in zip(numbers, nest.split(x, parts), strict=True):
                 transport.send(Key("activation", 0, number), (part, checksum))
         if index == placement.stages - 1 or schedule.local_losses:
-            for number, target in zip(numbers, _targets(pipeline, y, checksum), strict=True):
+            for number, target in zip(numbers, _targets(y, checksum, parts, summed), strict=True):
                 transport.send(Key("target", index, number), target)
 
 
-def _targets(pipeline: "Pipeline", y: Nest, checksum: int | None) -> list[Target]:
-    parts = pipeline.schedule.micro_batches
+def _targets(y: Nest, checksum: int | None, parts: int, summed: bool) -> list[Target]:
     if parts == 1:
         return [Target(y, checksum=checksum)]
     pieces = nest.split(y, parts)
     rows = [checks.rows_of(piece) for piece in pieces]
     shares = [count / sum(rows) for count in rows]
-    summed = pipeline.method.sums_gradients
     return [
         Target(piece, 1.0 if summed else share, share, checksum)
         for piece, share in zip(pieces, shares, strict=True)

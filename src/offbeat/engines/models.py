@@ -31,8 +31,11 @@ class Models:
     def __iter__(self) -> Iterator[nn.Module]:
         return (cut.model for cut in self.cuts)
 
-    def refuse_thawed(self) -> None:
-        """Of the whole model, so that all processes refuse alike."""
+    def follow(self) -> None:
+        """Lets the copies follow the flags the user has set; refuses weights unfrozen since.
+
+        It looks at the whole model, so that all processes refuse alike.
+        """
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
             raise ConfigurationError(
@@ -40,9 +43,6 @@ class Models:
                 " trained is settled then. Keep the weights with state_dict(), and build a new"
                 " Trainer with the model as it is to be trained. The batch was not started."
             )
-
-    def copy_flags(self) -> None:
-        """Lets the copies follow what the user has set in the model since the last step."""
         for own, copy, name in self._flags:
             setattr(copy, name, getattr(own, name))
 

@@ -144,8 +144,7 @@ class Pipeline:
         shards = feed.divide(self, x, y)
         if self.position.step == 0:
             feed.warn_of_small_parts(self, shards)
-        self.models.refuse_thawed()
-        self.models.copy_flags()
+        self.models.follow()
         with self.stopping_on_error(), torch.enable_grad():
             if self.position.step == 0:
                 self.engine.refuse_equal_shards(x, y)
@@ -159,7 +158,8 @@ class Pipeline:
                 step = self.position.step_in_fill
                 worker.pending += self.schedule.row(worker.stage.index, step)
             self.engine.run()
-            self._read_monitors()
+            if self.setup.monitor is not None:
+                self._read_monitors()
             self.position.advance()
             late = len(self.position.awaited) - self.schedule.loss_delay
             return self._take_loss() if late > 0 else None

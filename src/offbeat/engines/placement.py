@@ -1,6 +1,7 @@
 """Which stages of which replica live in which process."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,15 @@ class Placement:
         rows = (range(r * stages, (r + 1) * stages) for r in range(replicas))
         return cls(tuple(map(tuple, rows)), rank)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return len(self.ranks[0])
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def replicas_here(self) -> list[int]:
         """The replicas that have a stage in this process."""
         return [replica for replica, row in enumerate(self.ranks) if self.rank in row]
@@ -46,22 +47,27 @@ class Placement:
         """The stages of a replica that live in this process."""
         return [stage for stage, rank in enumerate(self.ranks[replica]) if rank == self.rank]
 
-    def holds(self, stage: int) -> bool:
-        """Whether a stage of some replica lives in this process; -1 is the last stage."""
-        return any(row[stage] == self.rank for row in self.ranks)
+    @cached_property
+    def holds_first(self) -> bool:
+        """Whether the first stage of some replica lives in this process."""
+        return any(row[0] == self.rank for row in self.ranks)
 
-    @property
+    @cached_property
+    def holds_last(self) -> bool:
+        return any(row[-1] == self.rank for row in self.ranks)
+
+    @cached_property
     def is_whole(self) -> bool:
         """Whether all stages of the replicas of this process live in it."""
         return all(len(self.stages_of(replica)) == self.stages for replica in self.replicas_here)
 
-    @property
+    @cached_property
     def own_replica(self) -> int | None:
         """Whose part of a batch this process trains on; None where all replicas live in it."""
         here = self.replicas_here
         return here[0] if len(here) == 1 < self.replicas or not self.is_whole else None
 
-    @property
+    @cached_property
     def listeners(self) -> list[int]:
         """The stages that are told every loss: the last that each process of a replica holds."""
         row = self.ranks[self.replicas_here[0]]

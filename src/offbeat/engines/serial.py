@@ -40,7 +40,15 @@ def choose_randomly(seed: int) -> Choose:
 
 def run_together(workers: Iterable[Worker], choose: Choose = choose_updates_last) -> None:
     """Runs all workers in this process until none has anything left to do."""
-    workers = list(workers)
-    while ready := [worker for worker in workers if worker.ready()]:
-        choose(ready).advance()
-    refuse_stuck(workers)
+    waiting = list(workers)
+    ready: list[Worker] = []
+    while True:
+        # Whoever could go on still can: messages do not go away.
+        ready += (awake := [worker for worker in waiting if worker.ready()])
+        waiting = [worker for worker in waiting if worker not in awake]
+        if not ready:
+            return refuse_stuck(waiting)
+        worker = choose(ready)
+        worker.advance()
+        ready.remove(worker)
+        waiting.append(worker)
