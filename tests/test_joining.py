@@ -207,7 +207,8 @@ def test_all_agree_on_every_average_around_a_return(
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Replica 1 of three is back and connected with 0 and 2; of these 2 has promised nothing."""
-    monkeypatch.setattr(joining, "_connect", lambda *_, **__: None)
+    none: Any = None
+    monkeypatch.setattr(joining, "_connect", lambda *_, **__: Pair(none, none))
     made = HashStore()
     for name, value in {"who": "1", "here/0": "yes", "stands/2": "yes"}.items():
         returns_of(made).set(f"1/{name}", value)

@@ -19,15 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.averaging.sharding import is_sharded, shards_of
 from offbeat.cutting.cut import Cut
-from offbeat.elastic.door import (
-    RESTARTS,
-    Admission,
-    Door,
-    knock,
-    return_number,
-    returns_of,
-)
-from offbeat.elastic.survivors import Survivors, connect_replicas
+from offbeat.elastic.door import Admission, Door, return_number
+from offbeat.elastic.membership import Membership
+from offbeat.elastic.survivors import connect_replicas
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, Notes
 from offbeat.engines.checks import checksum_of
@@ -86,18 +80,7 @@ class Processes(Engine):
         self.returning = again > 0
         if self.returning:
             check_return(groups.size(), stages, outlive)
-        # The world of a replica that has come back is its own row.
-        there = range(1 if self.returning else replicas)
-        rows = [list(range(r * stages, (r + 1) * stages)) for r in there]
-        own = 0 if self.returning else self.replica
-        self._everyone = groups.new(range(groups.size()), timeout_s)
-        row_groups = [self._everyone]
-        columns: list[Any] = [None] * stages
-        if len(rows) > 1:
-            row_groups = [groups.new(row, timeout_s) for row in rows]
-            columns = [groups.new_patient(ranks, timeout_s) for ranks in zip(*rows, strict=True)]
-        self._row_group = row_groups[own]
-        self._peers = columns[self.stage]
+        self._everyone, self._row_group, self._peers = self._groups()
         # Whose ledgers and the like are put together: whoever cannot die without this process.
         self._ranks = [self.replica * stages + stage for stage in range(stages)]
         self._company = self._ranks if outlive else list(range(self.size))
@@ -115,7 +98,6 @@ class Processes(Engine):
                 )
             }
         )
-        self.door: Door | None = None
         self.transport = self._mailbox(groups.store_of(self._everyone), links, outlive)
         self.transports = {self.replica: self.transport}
         self._board.watch(self.transport)
@@ -124,6 +106,18 @@ class Processes(Engine):
         OPEN.append((self._board, self.transport))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, say_goodbye, self._board, self.transport)
+
+    def _groups(self) -> tuple[Any, Any, Any]:
+        """All processes, those of this replica, and those of this stage if there are replicas."""
+        timeout_s = self.timeout_s
+        everyone = groups.new(range(groups.size()), timeout_s)
+        # The world of a replica that has come back is its own row.
+        if self.replicas == 1 or self.returning:
+            return everyone, everyone, None
+        ranks = self.placement.ranks
+        rows = [groups.new(row, timeout_s) for row in ranks]
+        columns = [groups.new_patient(column, timeout_s) for column in zip(*ranks, strict=True)]
+        return everyone, rows[self.replica], columns[self.stage]
 
     def _mailbox(self, store: Store, kinds: Sequence[str] | None, outlive: bool) -> Mailbox:
         """``store``: where this trainer's links find each other."""
@@ -137,49 +131,22 @@ class Processes(Engine):
             timeout_s=timeout_s,
             stalled=self._board.everyone_waits_for,
         )
+        self._membership = Membership(
+            self.rank,
+            self.stages,
+            self.replicas,
+            mailbox,
+            device=device,
+            timeout_s=timeout_s,
+            declare_dead=self._board.declare_dead,
+            is_dead=self._board.is_dead,
+        )
         if outlive and not self.returning:
             pairs = connect_replicas(self.replica, self.stage, self.replicas, store, timeout_s)
-            self._go_on_among(mailbox, pairs, self.replica)
+            self._membership.begin(pairs, self.replica)
         elif self._peers is not None:
             mailbox.peers = Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
         return mailbox
-
-    def _go_on_among(
-        self,
-        mailbox: Mailbox,
-        pairs: dict[int, Pair],
-        life: int,
-        members: Sequence[int] | None = None,
-    ) -> Survivors:
-        survivors = mailbox.peers = Survivors(
-            self.stage,
-            life,
-            range(self.stage, self.size, self.stages),
-            pairs,
-            device=self._device,
-            deliver=mailbox.put,
-            declare_dead=self._board.declare_dead,
-            members=members,
-        )
-        if RESTARTS in os.environ:
-            returns_of(groups.root_store()).set("stages", str(self.stages))
-            there = range(self.replicas) if members is None else [*members, life]
-            self.door = Door(
-                groups.root_store(),
-                self.rank,
-                self.stages,
-                self.replicas,
-                lost=survivors.has_lost,
-                dead=self._board.is_dead,
-                closed=lambda: survivors.closing,
-                failure=lambda: mailbox.failure,  # a thread must not keep a trainer that is dropped
-                lives={one % self.replicas: one for one in there},
-                after=return_number(),
-                timeout_s=self.timeout_s,
-            )
-            survivors.helpers.append(self.door)
-            self.door.start()
-        return survivors
 
     @property
     def size(self) -> int:
@@ -208,8 +175,8 @@ class Processes(Engine):
             self._peers
             or [groups.new([rank], self.timeout_s) for rank in range(self.size)][self.rank]
         )
-        groups = [peers, self._row_group]
-        return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replica", "stage"))
+        axes = [peers, self._row_group]
+        return DeviceMesh.from_group(axes, "cpu", ranks, mesh_dim_names=("replica", "stage"))
 
     # ---------------------------------------------------------------- agreeing
 
@@ -418,6 +385,11 @@ class Processes(Engine):
         return next(list(row) for row in rows if all(came[rank] is not LOST for rank in row))
 
     @property
+    def door(self) -> Door | None:
+        """Where replicas that come back are let in."""
+        return self._membership.door
+
+    @property
     def has_failed(self) -> bool:
         return self.transport.failed
 
@@ -427,35 +399,14 @@ class Processes(Engine):
     # ---------------------------------------------------------------- coming back
 
     def admission(self, step: int) -> tuple[Admission, Pair] | None:
-        return None if self.door is None else self.door.admission(step)
+        return self._membership.admission(step)
 
     def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
-        assert isinstance(self.transport.peers, Survivors)
         self.joined_at = admission.step
-        self.transport.peers.admit(admission, pair, gift)
+        self._membership.admit(admission, pair, gift)
 
     def join(self) -> list[Tensor]:
-        number, store = return_number(), returns_of(groups.root_store())
-        failure = lambda: self.transport.failure  # noqa: E731
-        admission, pairs = knock(
-            store, number, self.rank, self.stages, self.replicas, failure, self.timeout_s
-        )
-        survivors = self._go_on_among(self.transport, pairs, admission.life, admission.members)
-        deadline = time.monotonic() + self.timeout_s
-        while (gifts := survivors.gifts()) is None:
-            if self.transport.failure is not None:
-                raise self.transport.failure
-            if time.monotonic() > deadline:
-                raise WorkerLost(
-                    f"the other replicas did not come to step {admission.step}, at which this one"
-                    f" joins, within {self.timeout_s:g} s (timeout={self.timeout_s:g})."
-                )
-            time.sleep(0.01)
-        if not gifts:
-            raise WorkerLost("the run ended before this replica could join.")
-        survivors.joined = True
-        survivors.say_who_is_back(admission)
-        store.set(f"{number}/joined/{self.stage}", "yes")
+        admission, gifts = self._membership.join()
         self.returning, self.joined_at = False, admission.step
         self._board.look_for_stop()  # a later request leaves time enough to be noticed
         return gifts
