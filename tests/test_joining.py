@@ -27,6 +27,7 @@ from offbeat.elastic.door import Admission, Door, returns_of
 from offbeat.elastic.survivors import Survivors
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.rng import seed_for
+from offbeat.transport.link import Pair
 from test_survivors import Network, left_behind, pairs_of
 
 pytestmark = pytest.mark.timeout(300)  # many processes, perhaps on a busy machine
