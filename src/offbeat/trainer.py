@@ -305,7 +305,7 @@ class Trainer:
 
     def check_batch(self, x: Nest, y: Nest) -> None:
         """Refuses a batch that :meth:`step` would refuse, without starting it."""
-        feed.divide(self._pipeline, x, y)
+        feed.divide(self._pipeline, self._pipeline.schedule, x, y)
 
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.

@@ -86,11 +86,14 @@ class Worker:
         self._clock = clock
         self._fill = Fill()
         self._first_batch = self._first_update = 0
+        self._rebuilds = False
+        """Whether a backward has work to do before its gradient is there."""
 
     def begin(self, fill: Fill) -> None:
         """Starts a fill of the pipe, for the stage, its corrections and its guard."""
         self._fill = fill
         self._first_batch, self._first_update = fill.first_batch, fill.first_update
+        self._rebuilds = fill.rule == "recompute" and not fill.plain
         self.stage.begin(fill)
         self.guard.begin(fill.micro_batches)
 
@@ -180,7 +183,8 @@ class Worker:
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
         began = perf_counter()
-        self.stage.prepare(batch)
+        if self._rebuilds:
+            self.stage.prepare(batch)
         prepared = perf_counter() - began
         received = [self.transport.receive(key) for key in self.needs(action)]
         start, began = self._clock(), perf_counter()
@@ -222,7 +226,7 @@ class Worker:
         start = self._clock()
         number = self._first_update + action.batch
         own = self.stage.gradient_norms() if others or self.guard.looks else None
-        applies = self.guard.before_update(number, own, others)
+        applies = own is None or self.guard.before_update(number, own, others)
         if self._clip is not None:
             self.stage.clip(self._clip, own, others)
         self.stage.update()
