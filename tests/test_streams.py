@@ -790,7 +790,7 @@ def test_losses_reach_the_ledger_in_small_portions_and_without_asking_the_gpu(
         before = len(ledger)
         now = PretendedInstant(perf_counter())
         loss = LossOnTheGpu(batch / 7) if batch % 2 else None
-        late.record("F", batch % 2, batch, 0, now, now, loss)  # type: ignore[arg-type]
+        late.record("F", batch % 2, batch, 0, now, now, loss, 0)
         portions.append(len(ledger) - before)
     assert max(portions) == 10
     assert 160 < sum(portions) <= 170  # the newest are left to the GPU

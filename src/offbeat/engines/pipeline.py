@@ -127,7 +127,7 @@ class Pipeline:
             stage,
             self.cut.stages,
             transport,
-            engine.book,
+            engine.record,
             clip=setup.clip,
             faults=setup.faults,
             averager=averager,
