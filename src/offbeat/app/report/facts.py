@@ -1,4 +1,4 @@
-"""What a stored run says, with every part optional: the one reader behind page and figures."""
+"""What a stored run says, with every part optional."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from offbeat.app.experiment import names_of
-from offbeat.app.report.values import count, either, listing, mapping, name_of, number, whole
+from offbeat.app.report.values import count, listing, mapping, name_of, number, whole
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
 from offbeat.records.ledger import Ledger, lags_of
@@ -115,14 +115,6 @@ class Facts:
         return None if status is None else str(status)
 
     @property
-    def error(self) -> str | None:
-        """The words with which a failed run ended, if it left any."""
-        for source in (self.summary, *reversed(self._lines("end"))):
-            if source.get("error"):
-                return str(source["error"])
-        return None
-
-    @property
     def accuracy(self) -> float | None:
         return self._final("accuracy")
 
@@ -134,7 +126,7 @@ class Facts:
         """From the summary, or from the last evaluation of a run that has none."""
         if key in self.summary:
             return number(self.summary[key])
-        evaluations = self._evaluations
+        evaluations = self._lines("evaluation")
         return number(evaluations[-1].get(key)) if evaluations else None
 
     @property
@@ -142,10 +134,6 @@ class Facts:
         if "steps" in self.summary:
             return whole(self.summary["steps"])
         return max((s for line in self._dicts if (s := whole(line.get("step")))), default=None)
-
-    @property
-    def epochs(self) -> float | None:
-        return number(self.summary.get("epochs"))
 
     @property
     def time_s(self) -> float | None:
@@ -170,16 +158,9 @@ class Facts:
     @property
     def memory(self) -> tuple[AtStage, ...]:
         """Before the last drain; one entry per stage of the first replica, then of the next."""
-        found = [mapping(entry) for entry in listing(self.summary.get("memory"))]
-        stages = self.stages or max(1, len(found) // self.replicas)
-        return tuple(
-            AtStage(
-                either(whole(entry.get("replica")), place // stages),
-                either(whole(entry.get("stage")), place % stages),
-                _numbers(entry),
-            )
-            for place, entry in enumerate(found)
-        )
+        entries = [_numbers(mapping(entry)) for entry in listing(self.summary.get("memory"))]
+        stages = self.stages or max(1, len(entries) // self.replicas)
+        return tuple(AtStage(*divmod(place, stages), n) for place, n in enumerate(entries))
 
     @cached_property
     def guarded(self) -> tuple[AtStage, ...]:
@@ -253,15 +234,15 @@ class Facts:
 
     @cached_property
     def training_loss(self) -> list[Point]:
-        return self._curve(self._lines("step"), "loss")
+        return self._curve("step", "loss")
 
     @cached_property
     def test_loss(self) -> list[Point]:
-        return self._curve(self._evaluations, "loss")
+        return self._curve("evaluation", "loss")
 
     @cached_property
     def test_accuracy(self) -> list[Point]:
-        return self._curve(self._evaluations, "accuracy")
+        return self._curve("evaluation", "accuracy")
 
     @property
     def diverged(self) -> bool:
@@ -297,42 +278,13 @@ class Facts:
     def _lines(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self._dicts if line.get("kind") == kind]
 
-    @property
-    def _evaluations(self) -> list[dict[str, Any]]:
-        """Of the average where that was evaluated; replicas apart would make a second curve."""
-        lines = self._lines("evaluation")
-        averages = [line for line in lines if line.get("of") == "average"]
-        return averages or lines
-
-    def _curve(self, lines: Sequence[dict[str, Any]], key: str) -> list[Point]:
+    def _curve(self, kind: str, key: str) -> list[Point]:
         points = [
-            Point(self._epoch(line), number(line.get("time_s")), value)
-            for line in lines
+            Point(number(line.get("epoch")), number(line.get("time_s")), value)
+            for line in self._lines(kind)
             if (value := number(line.get(key))) is not None
         ]
         return thinned(points, MOST_POINTS)
-
-    def _epoch(self, line: dict[str, Any]) -> float | None:
-        step = number(line.get("step"))
-        if self._epoch_steps is None or step is None:
-            return number(line.get("epoch"))
-        return step / self._epoch_steps
-
-    @cached_property
-    def _epoch_steps(self) -> float | None:
-        """Steps per epoch, where lines carry only the number of the epoch they are in."""
-        first: dict[float, float] = {}
-        for line in self._lines("step"):
-            epoch, step = number(line.get("epoch")), number(line.get("step"))
-            if epoch is None or step is None:
-                continue
-            if epoch != int(epoch):
-                return None
-            first.setdefault(epoch, step)
-        if self.steps and self.epochs and first:
-            return self.steps / self.epochs
-        gaps = [later - earlier for earlier, later in pairwise(first.values())]
-        return gaps[0] if gaps and gaps[0] > 0 else None
 
 
 def _numbers(words: Mapping[str, object]) -> dict[str, float]:

@@ -37,9 +37,8 @@ def reading() -> Markup:
             " may be chance.",
         ),
         (
-            "Files",
-            "beside this page: every figure as PNG and SVG, and a trace to open in Perfetto or"
-            " chrome://tracing.",
+            "Trace",
+            "of every run, beside this page: open it in Perfetto or chrome://tracing.",
         ),
     )
     return tag("dl", *(join([tag("dt", term), tag("dd", text)]) for term, text in entries))

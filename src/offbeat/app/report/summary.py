@@ -48,14 +48,11 @@ def _outcome(run: Facts) -> str:
 
 
 def _trouble(run: Facts) -> Markup | None:
-    parts = []
     if run.diverged_at is not None:
-        parts.append(note(f"The training loss was not a finite number at step {run.diverged_at}."))
-    elif run.diverged:
-        parts.append(note("The test loss is not a finite number: training has diverged."))
-    if run.error:
-        parts.append(tag("pre", run.error))
-    return join(parts) if parts else None
+        return note(f"The training loss was not a finite number at step {run.diverged_at}.")
+    if run.diverged:
+        return note("The test loss is not a finite number: training has diverged.")
+    return None
 
 
 def comparison(facts: Sequence[Facts]) -> Markup:

@@ -39,7 +39,3 @@ def name_of(value: object) -> str | None:
     """A name, given alone or as ``{"name": ...}``."""
     name = value if isinstance(value, str) else mapping(value).get("name")
     return None if name is None else str(name)
-
-
-def either(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value
