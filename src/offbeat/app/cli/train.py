@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from offbeat.app.cli.options import flag, with_flags
-from offbeat.app.experiment import Experiment, names_of, plain
+from offbeat.app.experiment import Experiment, names_of
 from offbeat.app.runs import CHECKPOINTS, CONFIG, Run
 from offbeat.errors import ConfigurationError
 from offbeat.registry import Choice, spell
@@ -66,19 +66,16 @@ def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
 
 def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
     """What a stored run was asked to do; settings that are given again must be the same."""
-    config = Run.load(folder).config
-    names, free = [f.name for f in fields(Experiment)], names_of("upkeep")
-    stored = Experiment.read({name: config[name] for name in names if name in config})
-    asked = Experiment.read(given)
-    before, after = plain(stored.as_dict()), plain(asked.as_dict())
-    for name in given:
-        then, now = getattr(stored, name), getattr(asked, name)
-        if name not in free and before[name] != after[name]:
+    stored, asked = Experiment.of_run(Run.load(folder).config), Experiment.read(given)
+    for name in stored.unlike(asked, "recipe", "run", "machine"):
+        if name in given:
             raise ConfigurationError(
-                f"{folder} was started with {name}={spell(then)}, and --resume goes on with the"
-                f" same run: leave out {name}={spell(now)}, or start another one (--out)."
+                f"{folder} was started with {name}={spell(getattr(stored, name))}, and --resume"
+                " goes on with the same run: leave out"
+                f" {name}={spell(getattr(asked, name))}, or start another one (--out)."
             )
-    return replace(stored, **{name: getattr(asked, name) for name in given if name in free})
+    free = [name for name in names_of("upkeep") if name in given]
+    return replace(stored, **{name: getattr(asked, name) for name in free})
 
 
 def folder_for(experiment: Experiment, out: str | None) -> Path:
