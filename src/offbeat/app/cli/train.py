@@ -25,8 +25,6 @@ OutOption = Annotated[
 TensorBoardOption = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard events into the folder.")
 ]
-
-
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")
 ]
@@ -39,12 +37,10 @@ def _annotation(name: str, kind: Any, help_: str, default: Any) -> Any:
         opposite = f"--no-{name.replace('_', '-')}"
         option = typer.Option(f"{flag}/{opposite}", help=help_, show_default=False)
         return Annotated[bool | None, option]
-    several = kind == tuple[Choice, ...]
-    metavar = {int: "N", float: "X"}.get(kind, "TEXT")
-    if Choice in (kind, *get_args(kind)):
-        metavar = "NAME[:SETTINGS]"
+    named = Choice in (kind, *get_args(kind))
+    metavar = "NAME[:SETTINGS]" if named else {int: "N", float: "X"}.get(kind, "TEXT")
     option = typer.Option(flag, metavar=metavar, help=help_ + shown, show_default=False)
-    return Annotated[list[str] | None if several else str | None, option]
+    return Annotated[list[str] | None if kind == tuple[Choice, ...] else str | None, option]
 
 
 EXPERIMENT_FLAGS = [
@@ -78,13 +74,6 @@ def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
     return replace(stored, **{name: getattr(asked, name) for name in free})
 
 
-def folder_for(experiment: Experiment, out: str | None) -> Path:
-    if out is not None:
-        return Path(out)
-    moment = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{experiment.model.name}-{experiment.method.name}-{moment}"
-
-
 @with_flags(EXPERIMENT_FLAGS)
 def train(
     config: ConfigOption = None,
@@ -97,7 +86,9 @@ def train(
     experiment = read_experiment(config, flags)
     if resume and out is None:
         raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
-    folder = folder_for(experiment, out)
+    moment = datetime.now().strftime("%Y%m%d-%H%M%S")
+    usual = f"runs/{experiment.model.name}-{experiment.method.name}-{moment}"
+    folder = Path(usual if out is None else out)
     first_process = os.environ.get("RANK", "0") == "0"
     if resume and not (folder / CONFIG).exists():
         if not given_settings(config, flags):
@@ -116,8 +107,7 @@ def train(
             typer.echo(f"no checkpoint in {folder}: starting from step 0 (--save-every keeps some)")
     from rich.console import Console
 
-    from offbeat.app.cli.live import Lines, Screen
-    from offbeat.app.cli.tensorboard import TensorBoard
+    from offbeat.app.cli.live import Lines, Screen, TensorBoard
     from offbeat.app.progress import Watcher
     from offbeat.app.training import run_experiment
 

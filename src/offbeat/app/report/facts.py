@@ -3,13 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from offbeat.app.experiment import names_of
-from offbeat.app.report.values import count, listing, mapping, name_of, number, whole
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
 from offbeat.records.ledger import Ledger, lags_of
@@ -18,7 +18,6 @@ from offbeat.registry import Choice
 
 MOST_POINTS = 400
 """Points of a curve; a longer one is drawn through means of neighbours."""
-_SYNCHRONOUS = "synchronous"
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,6 @@ class AtStage:
     numbers: Mapping[str, float]
 
 
-def _worded(value: object) -> str:
-    return name_of(value) or str(value)
-
-
 class Facts:
     """A run as the report reads it; None or empty wherever the run does not say."""
 
@@ -56,7 +51,6 @@ class Facts:
 
     @property
     def method(self) -> str | None:
-        """The method's name."""
         return name_of(self._asked.get("method"))
 
     @property
@@ -98,12 +92,12 @@ class Facts:
     @property
     def lags(self) -> tuple[int, ...]:
         """Declared lag per stage, in updates."""
-        found = [whole(lag) for lag in listing(self.config.get("lags"))]
-        return tuple(lag for lag in found if lag is not None)
+        lags = map(whole, listing(self.config.get("lags")))
+        return tuple(lag for lag in lags if lag is not None)
 
     @property
     def synchronous(self) -> bool:
-        return (self.method or "").lower() == _SYNCHRONOUS
+        return (self.method or "").lower() == "synchronous"
 
     # ---------------------------------------------------------------- what came out
 
@@ -152,8 +146,8 @@ class Facts:
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        found = [number(share) for share in listing(self.summary.get("busy_share"))]
-        return tuple(share for share in found if share is not None)
+        shares = map(number, listing(self.summary.get("busy_share")))
+        return tuple(share for share in shares if share is not None)
 
     @property
     def memory(self) -> tuple[AtStage, ...]:
@@ -174,11 +168,11 @@ class Facts:
 
     def _by_place(self, key: str) -> tuple[AtStage, ...]:
         """A part of the summary whose keys read replica/stage."""
-        found = []
+        entries = []
         for place, value in mapping(self.summary.get(key)).items():
-            replica, _, stage = place.partition("/")
-            found.append(AtStage(whole(replica) or 0, whole(stage) or 0, _numbers(mapping(value))))
-        return tuple(sorted(found, key=_place))
+            replica, _, stage = (whole(word) or 0 for word in place.partition("/"))
+            entries.append(AtStage(replica, stage, _numbers(mapping(value))))
+        return tuple(sorted(entries, key=_place))
 
     def _ledger_waits(self) -> Iterator[AtStage]:
         ledger = self.ledger or Ledger()
@@ -190,24 +184,21 @@ class Facts:
     @cached_property
     def ledger(self) -> Ledger | None:
         """The last actions; None if there are none, or if the file is damaged."""
-        try:
-            ledger = self.run.ledger()
-        except ConfigurationError:
-            return None
-        return ledger if ledger else None
+        with suppress(ConfigurationError):
+            return self.run.ledger() or None
+        return None
 
     @cached_property
     def readings(self) -> Readings | None:
         """What the monitor read; None if there was none, or if the file is damaged."""
-        try:
+        with suppress(ConfigurationError):
             return self.run.readings()
-        except ConfigurationError:
-            return None
+        return None
 
     @cached_property
     def lag_counts(self) -> dict[int, dict[int, int]]:
         """Per stage, how many micro-batches had which lag."""
-        found = {
+        counted = {
             stage: {
                 lag: times
                 for name, value in mapping(counts).items()
@@ -216,7 +207,8 @@ class Facts:
             for key, counts in mapping(self.summary.get("lags")).items()
             if (stage := whole(key)) is not None
         }
-        return {stage: found[stage] for stage in sorted(found) if found[stage]} or self._ledger_lags
+        by_stage = {stage: counted[stage] for stage in sorted(counted) if counted[stage]}
+        return by_stage or self._ledger_lags
 
     @property
     def lags_are_of_ledger(self) -> bool:
@@ -256,10 +248,11 @@ class Facts:
         Only what both say; a run may be older than a setting.
         """
         both = [name for name in names_of("recipe") if name in self.config and name in other.config]
+        pairs = [(name, self.config[name], other.config[name]) for name in both]
         return [
-            f"{name} {_worded(self.config[name])} ({_worded(other.config[name])})"
-            for name in both
-            if self.config[name] != other.config[name]
+            f"{name} {name_of(ours) or ours} ({name_of(theirs) or theirs})"
+            for name, ours, theirs in pairs
+            if ours != theirs
         ]
 
     @cached_property
@@ -310,11 +303,10 @@ def facts_of(runs: Sequence[Run]) -> list[Facts]:
 
 def baseline(facts: Iterable[Facts]) -> Facts | None:
     """The synchronous run that the others are compared with, by accuracy or else by loss."""
-    plain = [f for f in facts if f.synchronous]
-    scored = [f for f in plain if f.accuracy is not None] or [
-        f for f in plain if f.loss is not None
-    ]
-    return scored[0] if scored else None
+    plain = [run for run in facts if run.synchronous]
+    by_accuracy = (run for run in plain if run.accuracy is not None)
+    by_loss = (run for run in plain if run.loss is not None)
+    return next(chain(by_accuracy, by_loss), None)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -322,9 +314,45 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     if len(points) <= most:
         return list(points)
     edges = [round(place * len(points) / most) for place in range(most + 1)]
-    return [_mean(points[low:high]) for low, high in pairwise(edges)]
+    shares = [points[low:high] for low, high in pairwise(edges)]
+    return [replace(s[-1], value=math.fsum(p.value for p in s) / len(s)) for s in shares]
 
 
-def _mean(points: Sequence[Point]) -> Point:
-    last = points[-1]
-    return Point(last.epoch, last.time_s, math.fsum(p.value for p in points) / len(points))
+# Values from JSON that anybody may have edited: the kind that is wanted, or nothing.
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """A dictionary with names as keys; empty for anything else."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def listing(value: object) -> list[Any]:
+    """A list; empty for anything else."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def whole(value: object) -> int | None:
+    """An integer, also one written as text: JSON's keys are."""
+    if isinstance(value, str):
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else None
+    exact = number(value)
+    return int(exact) if exact is not None and exact == int(exact) else None
+
+
+def count(value: object) -> int | None:
+    """An integer of at least one, or None."""
+    exact = whole(value)
+    return exact if exact is not None and exact >= 1 else None
+
+
+def name_of(value: object) -> str | None:
+    """A name, given alone or as ``{"name": ...}``."""
+    name = value if isinstance(value, str) else mapping(value).get("name")
+    return None if name is None else str(name)

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from offbeat.app.report.configuration import configuration_table
 from offbeat.app.report.curves import columns_of, curves
 from offbeat.app.report.facts import Facts, facts_of
 from offbeat.app.report.markup import Markup, data_block, join, tag
-from offbeat.app.report.reading import reading
 from offbeat.app.report.stages import gradients, lags, memory, staleness, waiting
-from offbeat.app.report.summary import comparison, summary
+from offbeat.app.report.summary import comparison, configuration_table, summary
 from offbeat.app.report.timelines import Drawing, timelines
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
@@ -82,7 +80,7 @@ def page(runs: Sequence[Run]) -> str:
         "Memory": memory(facts),
         "Waiting": waiting(facts),
         "Configuration": configuration_table(facts),
-        "How to read this page": reading(),
+        "How to read this page": Markup(_static("reading.html")),
     }
     shown = {title: content for title, content in sections.items() if content is not None}
     data = {

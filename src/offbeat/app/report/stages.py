@@ -6,8 +6,7 @@ from statistics import median
 
 from offbeat.app.report import words
 from offbeat.app.report.facts import AtStage, Facts
-from offbeat.app.report.markup import Markup, join, table, tag
-from offbeat.app.report.parts import note, per_run, place
+from offbeat.app.report.markup import Markup, join, note, per_run, place, table, tag
 from offbeat.records.readings import WHATS
 
 _MOST_LAGS = 16

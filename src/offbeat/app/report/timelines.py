@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.app.report.facts import Facts
-from offbeat.app.report.markup import Markup, join, tag
-from offbeat.app.report.parts import note, per_run
+from offbeat.app.report.markup import Markup, join, note, per_run, tag
 from offbeat.errors import ConfigurationError
 from offbeat.methods import method_named
 from offbeat.records.ledger import Entry, Ledger, Place, lags_of
@@ -113,25 +112,14 @@ def planned(line: Timeline) -> Drawing:
 
 def timelines(facts: Sequence[Facts], drawings: list[Drawing]) -> Markup:
     """Adds to ``drawings`` what the page's script draws, in the order of its figures."""
-    return join(
-        [
-            note(
-                "Click or tap an action for its details; drag to move, pinch or use the buttons"
-                " to zoom. The wheel zooms once a timeline has been clicked."
-            ),
-            _key(),
-            per_run(facts, lambda run: join([_measured(run, drawings), _planned(run, drawings)])),
-        ]
+    hint = (
+        "Click or tap an action for its details; drag to move, pinch or use the buttons to"
+        " zoom. The wheel zooms once a timeline has been clicked."
     )
-
-
-def _key() -> Markup:
     kinds = (("F", "forward"), ("B", "backward"), ("U", "update"), ("A", "averages"))
-    return tag(
-        "p",
-        *(tag("span", tag("i", class_=f"box {kind}"), word) for kind, word in kinds),
-        class_="key",
-    )
+    key = (tag("span", tag("i", class_=f"box {kind}"), word) for kind, word in kinds)
+    blocks = per_run(facts, lambda run: join([_measured(run, drawings), _planned(run, drawings)]))
+    return join([note(hint), tag("p", *key, class_="key"), blocks])
 
 
 def _measured(run: Facts, drawings: list[Drawing]) -> Markup:
