@@ -16,8 +16,6 @@ from offbeat.registry import Choice, split_choices
 
 Optimizer = Literal["sgd", "adam", "adamw", "muon"]
 Decay = Literal["constant", "cosine", "linear", "step", "one-cycle"]
-
-
 Role = Literal["recipe", "run", "machine", "upkeep"]
 """What a setting is part of:
 

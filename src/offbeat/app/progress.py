@@ -84,35 +84,27 @@ class Recorder:
     def go_on_from(self, state: dict[str, Any]) -> None:
         self._began = time.perf_counter() - state["time_s"]
 
-    def _place(self, progress: Progress) -> dict[str, Any]:
-        self.time_s = time.perf_counter() - self._began
-        epoch = progress.step / progress.steps_per_epoch
-        return {"step": progress.step, "epoch": round(epoch, 4), "time_s": round(self.time_s, 4)}
-
     def step(self, trainer: Trainer, progress: Progress) -> None:
         if progress.step % METRICS_EVERY or not progress.losses:
             return
         mean = sum(progress.losses) / len(progress.losses)
         progress.losses.clear()
-        if self._writer is not None:
-            self._writer.add(
-                "step",
-                **self._place(progress),
-                loss=mean,
-                rows_per_s=round(progress.rows_per_s, 2),
-                lr=trainer.learning_rate,
-            )
+        rows_per_s = round(progress.rows_per_s, 2)
+        self._add("step", progress, loss=mean, rows_per_s=rows_per_s, lr=trainer.learning_rate)
 
     def evaluated(self, _trainer: Trainer, progress: Progress) -> None:
-        if self._writer is not None:
-            assert progress.evaluation is not None
-            self._writer.add(
-                "evaluation", **self._place(progress), **asdict(progress.evaluation), of="average"
-            )
+        assert progress.evaluation is not None
+        self._add("evaluation", progress, **asdict(progress.evaluation), of="average")
 
     def end(self, progress: Progress, status: str) -> None:
+        self._add("end", progress, status=status)
+
+    def _add(self, kind: str, progress: Progress, **values: Any) -> None:
+        self.time_s = time.perf_counter() - self._began
         if self._writer is not None:
-            self._writer.add("end", **self._place(progress), status=status)
+            epoch, time_s = progress.step / progress.steps_per_epoch, round(self.time_s, 4)
+            place = {"step": progress.step, "epoch": round(epoch, 4), "time_s": time_s}
+            self._writer.add(kind, **place, **values)
 
 
 class Saver:

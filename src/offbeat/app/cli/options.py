@@ -75,10 +75,6 @@ _RENAMED = {"backward": "backward_rule", "hop": "hops"}
 """``timeline`` has costs of these names: the settings have others as options."""
 
 
-def _option_of(setting: str) -> str:
-    return _RENAMED.get(setting, setting)
-
-
 def _kinds_of(field: Field[Any]) -> list[Any]:
     """The types of a field: of ``int | None`` the first alone."""
     options = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
@@ -104,7 +100,9 @@ def _setting_flags() -> Iterator[inspect.Parameter]:
         text = next((f.metadata["help"] for _, f in of if "help" in f.metadata), "")
         methods = f" of {', '.join(method for method, _ in of)}" if len(of) < 4 else ""
         help_ = f"Setting{methods}: {text}" if text else f"Setting{methods}."
-        yield flag(_option_of(name), Annotated[str | None, _option(_metavar(of[0][1]), help_)])
+        yield flag(
+            _RENAMED.get(name, name), Annotated[str | None, _option(_metavar(of[0][1]), help_)]
+        )
 
 
 def _metavar(field: Field[Any]) -> str:
@@ -127,7 +125,7 @@ def read_method(text: str, flags: dict[str, str | None]) -> Method:
     """
     choice = Choice.read(text, "METHOD")
     kind = type(method_named(choice.name))
-    takes = {_option_of(f.name): f.name for f in _typed_settings(kind)}
+    takes = {_RENAMED.get(f.name, f.name): f.name for f in _typed_settings(kind)}
     for option, given in flags.items():
         if given is None:
             continue

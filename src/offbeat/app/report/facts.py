@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
+from operator import attrgetter
 from typing import Any
 
 from offbeat.app.experiment import names_of
@@ -38,6 +39,9 @@ class AtStage:
     numbers: Mapping[str, float]
 
 
+_PLACE = attrgetter("replica", "stage")
+
+
 class Facts:
     """A run as the report reads it; None or empty wherever the run does not say."""
 
@@ -57,12 +61,12 @@ class Facts:
     def method_in_full(self) -> str | None:
         """With its settings and corrections, as "auto" prints them."""
         chosen = [self._asked.get("method"), *listing(self._asked.get("correction"))]
-        spelled = [
+        choices = [
             str(Choice(name, mapping(mapping(value).get("settings"))))
             for value in chosen
             if (name := name_of(value)) is not None
         ]
-        return " + ".join(spelled) or None
+        return " + ".join(choices) or None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -164,7 +168,7 @@ class Facts:
     @cached_property
     def waits(self) -> tuple[AtStage, ...]:
         """How long stages stood still for averages; empty where none were merged."""
-        return self._by_place("waits") or tuple(sorted(self._ledger_waits(), key=_place))
+        return self._by_place("waits") or tuple(sorted(self._ledger_waits(), key=_PLACE))
 
     def _by_place(self, key: str) -> tuple[AtStage, ...]:
         """A part of the summary whose keys read replica/stage."""
@@ -172,7 +176,7 @@ class Facts:
         for place, value in mapping(self.summary.get(key)).items():
             replica, _, stage = (whole(word) or 0 for word in place.partition("/"))
             entries.append(AtStage(replica, stage, _numbers(mapping(value))))
-        return tuple(sorted(entries, key=_place))
+        return tuple(sorted(entries, key=_PLACE))
 
     def _ledger_waits(self) -> Iterator[AtStage]:
         ledger = self.ledger or Ledger()
@@ -282,10 +286,6 @@ class Facts:
 
 def _numbers(words: Mapping[str, object]) -> dict[str, float]:
     return {key: n for key, value in words.items() if (n := number(value)) is not None}
-
-
-def _place(entry: AtStage) -> tuple[int, int]:
-    return entry.replica, entry.stage
 
 
 def facts_of(runs: Sequence[Run]) -> list[Facts]:
