@@ -28,7 +28,7 @@ from offbeat.errors import ConfigurationError, MissingExtra
 from offbeat.zoo import DATA, Loader, batches, data_named, digits
 from offbeat.zoo.data import published
 from offbeat.zoo.data.bpe import read_merges
-from offbeat.zoo.data.finding import Resource, find
+from offbeat.zoo.data.files import Resource, find
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
 from offbeat.zoo.data.text import Tokens, token_loss
 

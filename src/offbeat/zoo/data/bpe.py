@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from unicodedata import category
 
-from offbeat.zoo.data.finding import damaged
+from offbeat.zoo.data.files import damaged
 
 Pair = tuple[int, int]
 

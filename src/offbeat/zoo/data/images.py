@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from offbeat.zoo.data.keys import generator
+from offbeat.rng import generator
 from offbeat.zoo.data.loader import Batch
 
 
@@ -81,6 +81,13 @@ class Images:
             order = torch.randperm(len(self), generator=generator("epoch", seed, epoch))
             self._order = (seed, epoch), order.to(self.pixels.device)
         return self._order[1]
+
+
+def hold_out(rows: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
+    """The rows to train and those to test with, at least one of each."""
+    order = torch.randperm(rows, generator=generator("split", seed))
+    count = min(rows - 1, max(1, round(rows * share)))
+    return order[count:], order[:count]
 
 
 def scale_of(pixels: Tensor) -> Scale:

@@ -1,39 +1,101 @@
-"""The data sets, each found by its files and described for training."""
+"""The data sets: what training needs to know of one, and each found by its files."""
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.zoo.data import published
-from offbeat.zoo.data.base import Data
 from offbeat.zoo.data.bpe import BytePairs, read_merges
 from offbeat.zoo.data.digits import raw_digits
-from offbeat.zoo.data.finding import Resource, checksum, damaged, find
-from offbeat.zoo.data.folders import read_folder
-from offbeat.zoo.data.formats import read_cifar, read_idx, unpacked
+from offbeat.zoo.data.files import Resource, checksum, damaged, find
+from offbeat.zoo.data.formats import Part, read_cifar, read_folder, read_idx, unpacked
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
+from offbeat.zoo.data.loader import Loader, Source
 from offbeat.zoo.data.text import Unit, encoding, token_loss, tokens
 from offbeat.zoo.settings import check_settings, plain_name, require_part
 
 Folder = str | Path | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A data set in memory: its parts, the shape of a row, and the loss that goes with it.
+
+    ``classes`` is set for images, ``vocabulary`` for text; the other one is None.
+    """
+
+    name: str
+    train: Source
+    test: Source
+    validation: Source | None = None
+    """A third part, where the data set is published with one."""
+    shape: tuple[int, ...]
+    """Of one row of x: (channels, side, side), or (context,)."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    classes: int | None = None
+    vocabulary: int | None = None
+    names: tuple[str, ...] = ()
+    """Of the classes."""
+    decode: Callable[[Any], str] | None = None
+    """Text from token numbers."""
+
+    def loader(
+        self,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        augment: bool = True,
+        drop_last: bool = False,
+    ) -> Loader:
+        """Training batches, shuffled and augmented by (seed, epoch, batch) alone."""
+        return Loader(
+            self.train.to(device), batch_size, seed=seed, augment=augment, drop_last=drop_last
+        )
+
+    def test_loader(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        part: Literal["train", "validation", "test"] = "test",
+    ) -> Loader:
+        """All rows of a part in their order, as they are."""
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        source = parts.get(part)
+        if source is None:
+            known = ", ".join(name for name, there in parts.items() if there is not None)
+            raise ConfigurationError(f"data {self.name!r} has no part {part!r}. It has: {known}.")
+        return Loader(source.to(device), batch_size, train=False, augment=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a network must fit, under the names of the networks' settings."""
+        if self.vocabulary is not None:
+            return {"vocabulary": self.vocabulary, "context": self.shape[0]}
+        channels, side, width = self.shape
+        inputs = channels * side * width
+        return {"classes": self.classes, "channels": channels, "side": side, "inputs": inputs}
+
+
 def digits_data(folder: Folder = None, *, seed: int = 0, test_share: float = 0.2) -> Data:
     """scikit-learn's 8x8 digits, split as ``digits(seed, test_share)`` does."""
     del folder  # they come with scikit-learn
     train, y_train, test, y_test = raw_digits(seed, test_share)
-    scale = Scale(train.mean(), train.std())
     return _images(
         "digits",
-        Images(train.to(torch.uint8), y_train, scale),
-        Images(test.to(torch.uint8), y_test, scale),
+        (train.to(torch.uint8), y_train),
+        (test.to(torch.uint8), y_test),
+        Scale(train.mean(), train.std()),
         tuple("0123456789"),
     )
 
@@ -63,18 +125,12 @@ def cifar10(folder: Folder = None, *, download: bool = True) -> Data:
     path = find("cifar10", published.CIFAR_10, folder, download=download)
     if path.is_file() and path.name in published.CIFAR_FIRST_BATCHES:
         path = path.parent
-    pixels, labels, test_pixels, test_labels = read_cifar(path)
     scale = Scale(
         255 * torch.tensor([0.49140, 0.48216, 0.44653]),
         255 * torch.tensor([0.24703, 0.24349, 0.26159]),
     )
     augmentation = Augmentation(pad=4, flip=True)
-    return _images(
-        "cifar10",
-        Images(_tensor(pixels), _tensor(labels).long(), scale, augmentation),
-        Images(_tensor(test_pixels), _tensor(test_labels).long(), scale),
-        published.CIFAR_CLASSES,
-    )
+    return _images("cifar10", *read_cifar(path), scale, published.CIFAR_CLASSES, augmentation)
 
 
 def image_folder(
@@ -98,12 +154,9 @@ def image_folder(
         )
     if pad is not None and pad < 0:
         raise ConfigurationError(f"data 'images': pad={pad}: give a border of 0 pixels or more.")
-    read = read_folder(Path(folder), side, channels, test_share, seed)
-    scale = scale_of(read.train[0])
+    train, test, classes = read_folder(Path(folder), side, channels, test_share, seed)
     augmentation = Augmentation(pad=side // 8 if pad is None else pad, flip=flip)
-    return _images(
-        "images", Images(*read.train, scale, augmentation), Images(*read.test, scale), read.classes
-    )
+    return _images("images", train, test, scale_of(train[0]), classes, augmentation)
 
 
 def text(
@@ -206,32 +259,30 @@ def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
 
 def _idx(
     name: str,
-    files: dict[str, Resource],
+    files: Sequence[Resource],
     find_it: Callable[[Resource], Path],
     mean: float,
     deviation: float,
     names: tuple[str, ...],
 ) -> Data:
     scale = Scale(torch.tensor(255 * mean), torch.tensor(255 * deviation))
-    parts = []
-    for part in ("train", "test"):
-        images, labels = find_it(files[f"{part} images"]), find_it(files[f"{part} labels"])
-        pixels, classes = read_idx(images, 3), read_idx(labels, 1)
-        if len(pixels) != len(classes):
-            raise damaged(labels, f"{len(classes)} labels for the {len(pixels)} images of {images}")
-        if classes.max(initial=0) >= len(names):
-            raise damaged(labels, f"a label is {classes.max()}, the classes are 0 to 9")
-        parts.append(Images(_tensor(pixels).unsqueeze(1), _tensor(classes).long(), scale))
-    train, test = parts
-    return _images(name, train, test, names)
+    train, test = (read_idx(*map(find_it, files[at : at + 2])) for at in (0, 2))
+    return _images(name, train, test, scale, names)
 
 
-def _images(name: str, train: Images, test: Images, names: tuple[str, ...]) -> Data:
-    _, channels, height, width = train.pixels.shape
+def _images(
+    name: str,
+    train: Part,
+    test: Part,
+    scale: Scale,
+    names: tuple[str, ...],
+    augmentation: Augmentation | None = None,
+) -> Data:
+    _, channels, height, width = train[0].shape
     return Data(
         name=name,
-        train=train,
-        test=test,
+        train=Images(*train, scale, augmentation),
+        test=Images(*test, scale),
         shape=(channels, height, width),
         loss=F.cross_entropy,
         classes=len(names),
@@ -291,7 +342,3 @@ def _bytes_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    return torch.from_numpy(array.copy())  # arrays over bytes are read-only

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.methods.base import require_count
+from offbeat.rng import generator
 from offbeat.zoo.data.bpe import BytePairs
-from offbeat.zoo.data.keys import generator
 from offbeat.zoo.data.loader import Batch
 
 Unit = Literal["characters", "bytes", "words", "gpt2"]
