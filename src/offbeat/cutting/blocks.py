@@ -47,8 +47,9 @@ class BlocksCut(Cut):
         lists = _lists_of(model)
         if not lists or (paths and paths[0].rpartition(".")[0] not in lists):
             return None
-        found = [_find_list(model, lists, path) for path in paths]
-        path = found[0] if found else max(lists, key=lambda name: len(lists[name]))
+        longest = max(lists, key=lambda name: len(lists[name]))
+        found = [_find_list(model, lists, path, longest) for path in paths]
+        path = found[0] if found else longest
         blocks = len(lists[path])
         if wish.count > blocks:
             raise ConfigurationError(
@@ -86,12 +87,11 @@ def _lists_of(model: nn.Module) -> dict[str, nn.ModuleList]:
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
 
 
-def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str) -> str:
+def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str) -> str:
     """The path of the list that a block is in."""
     owner, _, number = path.rpartition(".")
     if owner in lists and number.isdigit() and int(number) < len(lists[owner]):
         return owner
-    longest = max(lists, key=lambda name: len(lists[name]))
     raise ConfigurationError(
         f"cuts: {path!r} is not a block of this {type(model).__name__}. A stage begins at a block"
         f" of a ModuleList: here {longest}.1 to {longest}.{len(lists[longest]) - 1}."
@@ -135,7 +135,7 @@ class _Door(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         assert self.body is not None
-        self.body.wake()
+        self.body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
         output, self.output = self.output, None
         return output
 
@@ -185,14 +185,10 @@ class _Body:
 
     def __call__(self, x: Nest) -> Nest:
         # In the last stage the prefix runs for nothing, and must draw no random numbers.
-        self._follow_modes(asleep=not self._first)
+        self.follow_modes(asleep=not self._first)
         return call(self.module, x)
 
-    def wake(self) -> None:
-        """The prefix is over: what ran in it may run again."""
-        self._follow_modes(asleep=False)
-
-    def _follow_modes(self, *, asleep: bool) -> None:
+    def follow_modes(self, *, asleep: bool) -> None:
         for module, frame, early in self._frames:  # train() and eval() are called on the original
             frame.training = module.training and not (asleep and early)
 

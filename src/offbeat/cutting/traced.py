@@ -19,7 +19,7 @@ from torch import nn
 from offbeat import nest
 from offbeat.cutting.balance import cut_by_costs
 from offbeat.cutting.compare import compare_with_whole, find_loan
-from offbeat.cutting.counting import count_between
+from offbeat.cutting.costs import count_between
 from offbeat.cutting.cut import Balance, Cut, Wish
 from offbeat.cutting.sharing import Sharing
 from offbeat.errors import BatchError, ConfigurationError, StageError
