@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.cutting.anatomy import Anatomy, hidden_of, look_at
 from offbeat.cutting.compare import compare_with_whole, explain_failure, find_loan
 from offbeat.cutting.cut import Balance, Cut, Wish, check_places
+from offbeat.cutting.ends import Ends, find_ends, hidden_of
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
 from offbeat.stages.trial import call, leave_untouched
@@ -71,14 +71,15 @@ class BlocksCut(Cut):
     def make(self, batch: Nest, balance: Balance) -> "BlocksCut":
         lend = find_loan(self.model, batch)
         with lend(), leave_untouched([self.model]):
-            anatomy = look_at(self.model, self.path, batch)
+            ends = find_ends(self.model, self.path, batch)
         places = self.places
         if places is None:
+            blocks = len(list(self.model.get_submodule(self.path).children()))
             # The smallest pieces: a block each, with the prefix or the suffix at an end.
-            pieces = _stages_of(self.model, anatomy, range(1, anatomy.blocks))
+            pieces = _stages_of(self.model, ends, range(1, blocks))
             with explain_failure(self.model, self.path):
                 places = tuple(balance(pieces, batch, self.stages))
-        stages = _stages_of(self.model, anatomy, [int(place) for place in places])
+        stages = _stages_of(self.model, ends, [int(place) for place in places])
         compare_with_whole(self.model, stages, batch, self.path, lend)
         return replace(self, places=places, modules=tuple(stages))
 
@@ -98,13 +99,13 @@ def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, lon
     )
 
 
-def _stages_of(model: nn.Module, anatomy: Anatomy, places: Sequence[int]) -> list[nn.Module]:
+def _stages_of(model: nn.Module, ends: Ends, places: Sequence[int]) -> list[nn.Module]:
     """The stages of a model of which the later ones begin at these blocks."""
-    blocks = list(model.get_submodule(anatomy.path).children())
-    stages: list[nn.Module] = [_First(model, anatomy, blocks[: places[0]])]
+    blocks = list(model.get_submodule(ends.path).children())
+    stages: list[nn.Module] = [_First(model, ends, blocks[: places[0]])]
     for begin, end in pairwise(places):
         stages.append(_Middle(blocks[begin:end]))
-    return [*stages, _Last(model, anatomy, blocks[places[-1] :])]
+    return [*stages, _Last(model, ends, blocks[places[-1] :])]
 
 
 # ------------------------------------------------------------------------- stages
@@ -148,14 +149,12 @@ class _Body:
     here for nothing may write it. One that is never written stays the model's.
     """
 
-    def __init__(
-        self, model: nn.Module, anatomy: Anatomy, blocks: nn.Module, *, first: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, ends: Ends, blocks: nn.Module, *, first: bool) -> None:
         self._frames: list[tuple[nn.Module, nn.Module, bool]] = []
         """Of each module, and whether it has run to its end before the blocks."""
-        self._anatomy, self._first = anatomy, first
+        self._ends, self._first = ends, first
         # By id, so that what has two names stays one.
-        copies = {id(model.get_submodule(anatomy.path)): blocks}
+        copies = {id(model.get_submodule(ends.path)): blocks}
         self.module = self._copy(model, copies)
 
     def _copy(self, module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
@@ -165,14 +164,14 @@ class _Body:
         state = nn.Module.__getstate__(module)
         parameters, buffers = dict(state["_parameters"]), state["_buffers"]
         for key, parameter in state["_parameters"].items():
-            early = id(parameter) in self._anatomy.early_weights
+            early = id(parameter) in self._ends.early_weights
             if parameter is not None and early != self._first:
                 stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 state[key] = stand_in.expand(parameters.pop(key).shape)
         # Else the very dict: a forward that assigns a buffer anew assigns the model's.
-        if (id(module) in self._anatomy.early_buffers) != self._first:
+        if (id(module) in self._ends.early_buffers) != self._first:
             for key, buffer in buffers.items():
-                constant = buffer is None or (id(module), key) in self._anatomy.constants
+                constant = buffer is None or (id(module), key) in self._ends.constants
                 state[key] = buffer if constant else buffer.clone()
             buffers = {}
         children = state["_modules"].items()
@@ -180,7 +179,7 @@ class _Body:
         frame = object.__new__(type(module))
         frame.__dict__.update(state, _parameters=parameters, _buffers=buffers, _modules=modules)
         copies[id(module)] = frame
-        self._frames.append((module, frame, id(module) in self._anatomy.early_ends))
+        self._frames.append((module, frame, id(module) in self._ends.early_modules))
         return frame
 
     def __call__(self, x: Nest) -> Nest:
@@ -196,10 +195,10 @@ class _Body:
 class _First(nn.Module):
     """Everything up to the first cut, by the model's own forward."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         until = nn.ModuleList([*blocks, _Border()])
-        self._body = _Body(model, anatomy, until, first=True)
+        self._body = _Body(model, ends, until, first=True)
         self.frame = self._body.module
 
     def forward(self, x: Nest) -> Nest:
@@ -232,10 +231,10 @@ class _Middle(nn.Module):
 class _Last(_Middle):
     """The last blocks, and the rest of the model's forward."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__(blocks)
         self._door = _Door()
-        self._body = _Body(model, anatomy, nn.ModuleList([self._door]), first=False)
+        self._body = _Body(model, ends, nn.ModuleList([self._door]), first=False)
         self._door.body = self._body
         self.frame = self._body.module
 
