@@ -12,31 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 from urllib.request import Request, urlopen
 
 from offbeat.errors import ConfigurationError
+from offbeat.zoo.data.resources import Resource
 
 _CHUNK = 1 << 20
 _SILENCE_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resource:
-    """One published file."""
-
-    name: str
-    urls: tuple[str, ...]
-    size: int | None
-    """None where it is not published."""
-    checksum: str
-    """``md5:...``, ``sha256:...``; empty where only the unpacked contents have a published one."""
-    repacked: bool = False
-    also: tuple[str, ...] = ()
-    """Other names of the same, unpacked or packed otherwise; those of folders end with a slash."""
 
 
 def find(

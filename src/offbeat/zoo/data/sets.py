@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.zoo.data import published
+from offbeat.zoo.data import resources
 from offbeat.zoo.data.bpe import BytePairs, read_merges
 from offbeat.zoo.data.digits import raw_digits
-from offbeat.zoo.data.files import Resource, checksum, damaged, find
+from offbeat.zoo.data.files import checksum, damaged, find
 from offbeat.zoo.data.formats import Part, read_cifar, read_folder, read_idx, unpacked
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
 from offbeat.zoo.data.loader import Loader, Source
@@ -103,7 +103,7 @@ def digits_data(folder: Folder = None, *, seed: int = 0, test_share: float = 0.2
 def mnist(folder: Folder = None, *, download: bool = True) -> Data:
     """60,000 + 10,000 handwritten digits of 28x28."""
     find_it = partial(find, "mnist", folder=folder, inside=["MNIST/raw"], download=download)
-    return _idx("mnist", published.MNIST, find_it, 0.13066, 0.30811, tuple("0123456789"))
+    return _idx("mnist", resources.MNIST, find_it, 0.13066, 0.30811, tuple("0123456789"))
 
 
 def fashion_mnist(folder: Folder = None, *, download: bool = True) -> Data:
@@ -112,25 +112,25 @@ def fashion_mnist(folder: Folder = None, *, download: bool = True) -> Data:
     find_it = partial(find, "fashion-mnist", folder=folder, inside=inside, download=download)
     return _idx(
         "fashion-mnist",
-        published.FASHION_MNIST,
+        resources.FASHION_MNIST,
         find_it,
         0.28604,
         0.35302,
-        published.FASHION_CLASSES,
+        resources.FASHION_CLASSES,
     )
 
 
 def cifar10(folder: Folder = None, *, download: bool = True) -> Data:
     """50,000 + 10,000 colour images of 32x32; augmented by crops with a border of 4 and mirrors."""
-    path = find("cifar10", published.CIFAR_10, folder, download=download)
-    if path.is_file() and path.name in published.CIFAR_FIRST_BATCHES:
+    path = find("cifar10", resources.CIFAR_10, folder, download=download)
+    if path.is_file() and path.name in resources.CIFAR_FIRST_BATCHES:
         path = path.parent
     scale = Scale(
         255 * torch.tensor([0.49140, 0.48216, 0.44653]),
         255 * torch.tensor([0.24703, 0.24349, 0.26159]),
     )
     augmentation = Augmentation(pad=4, flip=True)
-    return _images("cifar10", *read_cifar(path), scale, published.CIFAR_CLASSES, augmentation)
+    return _images("cifar10", *read_cifar(path), scale, resources.CIFAR_CLASSES, augmentation)
 
 
 def image_folder(
@@ -185,7 +185,7 @@ def tinyshakespeare(
     folder: Folder = None, *, unit: Unit = "characters", context: int = 256, download: bool = True
 ) -> Data:
     """1,115,394 characters of Shakespeare's plays; the last tenth is held out."""
-    path = find("tinyshakespeare", published.TINY_SHAKESPEARE, folder, download=download)
+    path = find("tinyshakespeare", resources.TINY_SHAKESPEARE, folder, download=download)
     whole = unpacked(path)
     parts = _cut(whole, [int(len(whole) * 0.9)], unit)
     return _text("tinyshakespeare", parts, unit, context, folder, download)
@@ -195,9 +195,9 @@ def enwik8(
     folder: Folder = None, *, unit: Unit = "bytes", context: int = 512, download: bool = True
 ) -> Data:
     """The first 10^8 bytes of a Wikipedia: 90 million to train, 5 to validate, 5 to test."""
-    path = find("enwik8", published.ENWIK8, folder, download=download)
+    path = find("enwik8", resources.ENWIK8, folder, download=download)
     whole = unpacked(path)
-    size, wanted = published.ENWIK8_UNPACKED
+    size, wanted = resources.ENWIK8_UNPACKED
     if len(whole) != size:
         raise damaged(path, f"{len(whole):,} bytes unpacked instead of {size:,}")
     found = checksum(whole, wanted)
@@ -211,7 +211,7 @@ def wikitext2(
     folder: Folder = None, *, unit: Unit = "words", context: int = 128, download: bool = True
 ) -> Data:
     """WikiText-2, the version with ``<unk>``: two million words, and parts to validate and test."""
-    path = find("wikitext-2", published.WIKITEXT_2, folder, download=download)
+    path = find("wikitext-2", resources.WIKITEXT_2, folder, download=download)
     names = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
     if path.suffix == ".zip":
         parts = [unpacked(path, member=f"wikitext-2/{name}") for name in names]
@@ -223,7 +223,7 @@ def wikitext2(
 def gpt2_tokens(folder: Folder = None, *, download: bool = True) -> BytePairs:
     """GPT-2's encoder, from its list of merges."""
     inside = ["../gpt2-bpe"]
-    path = find("gpt2-bpe", published.GPT_2_MERGES, folder, inside=inside, download=download)
+    path = find("gpt2-bpe", resources.GPT_2_MERGES, folder, inside=inside, download=download)
     return read_merges(path)
 
 
@@ -259,8 +259,8 @@ def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
 
 def _idx(
     name: str,
-    files: Sequence[Resource],
-    find_it: Callable[[Resource], Path],
+    files: Sequence[resources.Resource],
+    find_it: Callable[[resources.Resource], Path],
     mean: float,
     deviation: float,
     names: tuple[str, ...],

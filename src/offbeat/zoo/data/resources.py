@@ -1,8 +1,23 @@
 """What is published where: names, mirrors, sizes, checksums, classes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from offbeat.zoo.data.files import Resource
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """One published file."""
+
+    name: str
+    urls: tuple[str, ...]
+    size: int | None
+    """None where it is not published."""
+    checksum: str
+    """``md5:...``, ``sha256:...``; empty where only the unpacked contents have a published one."""
+    repacked: bool = False
+    also: tuple[str, ...] = ()
+    """Other names of the same, unpacked or packed otherwise; those of folders end with a slash."""
+
 
 CIFAR_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
