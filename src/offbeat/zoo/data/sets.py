@@ -102,22 +102,14 @@ def digits_data(folder: Folder = None, *, seed: int = 0, test_share: float = 0.2
 
 def mnist(folder: Folder = None, *, download: bool = True) -> Data:
     """60,000 + 10,000 handwritten digits of 28x28."""
-    find_it = partial(find, "mnist", folder=folder, inside=["MNIST/raw"], download=download)
-    return _idx("mnist", resources.MNIST, find_it, 0.13066, 0.30811, tuple("0123456789"))
+    files, scale = resources.MNIST, (0.13066, 0.30811)
+    return _idx("mnist", files, "MNIST/raw", folder, download, scale, tuple("0123456789"))
 
 
 def fashion_mnist(folder: Folder = None, *, download: bool = True) -> Data:
     """60,000 + 10,000 pieces of clothing of 28x28, in MNIST's format."""
-    inside = ["FashionMNIST/raw"]
-    find_it = partial(find, "fashion-mnist", folder=folder, inside=inside, download=download)
-    return _idx(
-        "fashion-mnist",
-        resources.FASHION_MNIST,
-        find_it,
-        0.28604,
-        0.35302,
-        resources.FASHION_CLASSES,
-    )
+    files, scale, names = resources.FASHION_MNIST, (0.28604, 0.35302), resources.FASHION_CLASSES
+    return _idx("fashion-mnist", files, "FashionMNIST/raw", folder, download, scale, names)
 
 
 def cifar10(folder: Folder = None, *, download: bool = True) -> Data:
@@ -260,14 +252,15 @@ def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
 def _idx(
     name: str,
     files: Sequence[resources.Resource],
-    find_it: Callable[[resources.Resource], Path],
-    mean: float,
-    deviation: float,
+    inside: str,
+    folder: Folder,
+    download: bool,
+    scale: tuple[float, float],
     names: tuple[str, ...],
 ) -> Data:
-    scale = Scale(torch.tensor(255 * mean), torch.tensor(255 * deviation))
-    train, test = (read_idx(*map(find_it, files[at : at + 2])) for at in (0, 2))
-    return _images(name, train, test, scale, names)
+    paths = [find(name, file, folder, inside=[inside], download=download) for file in files]
+    train, test = read_idx(*paths[:2]), read_idx(*paths[2:])
+    return _images(name, train, test, Scale(*(torch.tensor(255 * n) for n in scale)), names)
 
 
 def _images(
