@@ -7,7 +7,6 @@ their gradients in no order at all.
 from torch import nn
 
 from offbeat.errors import ConfigurationError
-from offbeat.zoo.layers import conv3, start_from_he
 
 _VGG_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
@@ -145,3 +144,21 @@ def _require_side(name: str, side: int, smallest: int, left: int) -> None:
             f"{name}(side={side}): its poolings leave nothing of images that small. Give a side of"
             f" at least {smallest}, or a network that takes any: resnet20, mlp."
         )
+
+
+def conv3(narrow: int, wide: int, stride: int = 1) -> nn.Conv2d:
+    """A 3x3 convolution without bias: the BatchNorm behind it has one."""
+    return nn.Conv2d(narrow, wide, 3, stride=stride, padding=1, bias=False)
+
+
+def start_from_he(model: nn.Sequential) -> nn.Sequential:
+    """Convolutions from He's normal distribution (fan out), their biases zero; returns the model.
+
+    Linear layers keep PyTorch's default.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError
-from offbeat.zoo.layers import GlobalAverage, conv3, start_from_he
-
-__all__ = ["BasicBlock", "GlobalAverage", "resnet"]
+from offbeat.zoo.convnets import conv3, start_from_he
 
 
 def resnet(depth: int, classes: int = 10, channels: int = 3) -> nn.Sequential:
@@ -80,6 +78,13 @@ def _network_of(
         layers += [block(narrow, wide), *(block(wide, wide) for _ in range(count - 1))]
     layers += [GlobalAverage(), nn.Linear(widths[-1], classes)]
     return start_from_he(nn.Sequential(*layers))
+
+
+class GlobalAverage(nn.Module):
+    """One number per channel. Not AdaptiveAvgPool2d, which is not deterministic on a GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
 
 
 class BasicBlock(nn.Module):

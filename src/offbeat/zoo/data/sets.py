@@ -8,11 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.methods.base import require_count
 from offbeat.zoo.data import resources
 from offbeat.zoo.data.bpe import BytePairs, read_merges
 from offbeat.zoo.data.digits import raw_digits
@@ -20,7 +22,7 @@ from offbeat.zoo.data.files import checksum, damaged, find
 from offbeat.zoo.data.formats import Part, read_cifar, read_folder, read_idx, unpacked
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
 from offbeat.zoo.data.loader import Loader, Source
-from offbeat.zoo.data.text import Unit, encoding, token_loss, tokens
+from offbeat.zoo.data.text import Tokens, Unit, encoding, token_loss
 from offbeat.zoo.settings import check_settings, plain_name, require_part
 
 Folder = str | Path | None
@@ -290,7 +292,10 @@ def _text(
     # A part may end without a line end, and its last word is not the beginning of the next.
     whole = (b"\n" if unit == "words" else b"").join(parts)
     chosen = encoding(unit, whole, partial(gpt2_tokens, folder, download=download))
-    sources = [tokens(chosen.encode(part), chosen.size, context) for part in parts]
+    require_count("context", context)
+    kind = np.uint8 if chosen.size <= 256 else np.int32  # the smallest that holds every token
+    numbers = (torch.from_numpy(chosen.encode(part).astype(kind)) for part in parts)
+    sources = [Tokens(each, context) for each in numbers]
     return Data(
         name=name,
         train=sources[0],
