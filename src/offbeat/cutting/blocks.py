@@ -15,7 +15,7 @@ which the suffix uses nothing of the prefix. Both ways are run on the first batc
 weights, behind which nothing can hide, and a model that is not like that is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -119,26 +119,19 @@ class _Reached(Exception):
         self.arguments, self.settings = arguments, settings
 
 
-class _Border(nn.Module):
-    """Stands where the next stage's first block was."""
-
-    def forward(self, *arguments: Any, **settings: Any) -> Any:
-        raise _Reached(arguments, settings)
+def _leave(*arguments: Any, **settings: Any) -> None:
+    raise _Reached(arguments, settings)
 
 
 class _Door(nn.Module):
-    """Stands for all blocks and hands out what the last one has returned."""
+    """Stands in a model's frame where blocks of other stages were, and does something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_call: Callable[..., Any]) -> None:
         super().__init__()
-        self.body: _Body | None = None
-        self.output: Any = None
+        self._on_call = on_call
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        assert self.body is not None
-        self.body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
-        output, self.output = self.output, None
-        return output
+    def forward(self, *arguments: Any, **settings: Any) -> Any:
+        return self._on_call(*arguments, **settings)
 
 
 class _Body:
@@ -197,7 +190,7 @@ class _First(nn.Module):
 
     def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
-        until = nn.ModuleList([*blocks, _Border()])
+        until = nn.ModuleList([*blocks, _Door(_leave)])
         self._body = _Body(model, ends, until, first=True)
         self.frame = self._body.module
 
@@ -233,11 +226,16 @@ class _Last(_Middle):
 
     def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__(blocks)
-        self._door = _Door()
-        self._body = _Body(model, ends, nn.ModuleList([self._door]), first=False)
-        self._door.body = self._body
+        self._body = _Body(model, ends, nn.ModuleList([_Door(self._hand_out)]), first=False)
         self.frame = self._body.module
+        self._output: Any = None
 
     def forward(self, given: Nest) -> Nest:
-        self._door.output = self._run(given)
+        self._output = self._run(given)
         return self._body(given["x"])
+
+    def _hand_out(self, *_: Any, **__: Any) -> Any:
+        """What the last block has returned, where the model's forward would call the blocks."""
+        self._body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
+        output, self._output = self._output, None
+        return output

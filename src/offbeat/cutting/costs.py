@@ -5,6 +5,7 @@ the device at hand.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -49,18 +50,14 @@ def count_operations(modules: Sequence[nn.Module], batch: Nest) -> list[float]:
 def count_between(model: nn.Module, paths: Sequence[str], batch: Nest) -> list[float]:
     """Arithmetic from the call of each module to that of the next, in one forward of the model."""
     totals: dict[str, float] = {}
-    with _OperationCounter() as counter:
-        hooks = [
-            model.get_submodule(path).register_forward_pre_hook(
-                lambda *_, path=path: totals.setdefault(path, counter.total) and None
+    with _OperationCounter() as counter, ExitStack() as hooks:
+        for path in paths:
+            hooks.enter_context(
+                model.get_submodule(path).register_forward_pre_hook(
+                    lambda *_, path=path: totals.setdefault(path, counter.total) and None
+                )
             )
-            for path in paths
-        ]
-        try:
-            outputs_of([Whole(model)], batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        outputs_of([Whole(model)], batch)
         ends = [*(totals.get(path, 0.0) for path in paths[1:]), counter.total]
     begins = [0.0, *ends[:-1]]
     return [max(0.0, end - begin) for begin, end in zip(begins, ends, strict=True)]

@@ -106,22 +106,18 @@ def _download(resource: Resource, target: Path) -> list[str] | None:
     """None after a success, otherwise why each mirror failed."""
     failures = []
     for url in resource.urls:
-        aside: Path | None = None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            aside = Path(name)
-            with os.fdopen(handle, "wb") as file:
-                _fetch(url, resource, file)
-            _compare(aside, resource)
-            aside.chmod(0o644)  # a cache may be shared; mkstemp thinks of secrets
-            aside.replace(target)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+                aside = Path(folder) / target.name
+                with aside.open("wb") as file:
+                    _fetch(url, resource, file)
+                _compare(aside, resource)
+                aside.chmod(0o644)  # a cache may be shared
+                aside.replace(target)
             return None
         except (OSError, HTTPException, ValueError) as error:
             failures.append(f"{url}: {str(error) or type(error).__name__}")
-        finally:
-            if aside is not None:
-                aside.unlink(missing_ok=True)
     return failures
 
 
