@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import describe
 from offbeat.errors import ConfigurationError
+from offbeat.stages.state import STATE_FORMAT
 
 Manifest = dict[str, Any]
 
@@ -22,6 +23,7 @@ _WORDS = {
     "layers": "layers of digest",
     "torch": "PyTorch",
     "threads": "a number of threads of",
+    "state_format": "the state of its stages in format",
 }
 """For facts that are not called in a sentence what they are called here."""
 _MISSING = object()
@@ -45,6 +47,7 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
         "clip": setup.clip,
         "autocast": None if setup.autocast is None else str(setup.autocast),
         "layers": _digest_layers(cut.model),
+        "state_format": STATE_FORMAT,
     }
 
 

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from offbeat.nest import Nest
 
+STATE_FORMAT = 3
+"""Of :class:`StageState` and what else an exact checkpoint holds. Whoever changes these raises it:
+then exact checkpoints of older versions are refused in words."""
+
 
 class WorkState(TypedDict):
     """An input, or a graph as the tensors that it saved."""
