@@ -58,7 +58,6 @@ class Clipping(Hook):
         self._usual = torch.zeros(2, dtype=torch.float64, device=around.parameters[0].device)
 
     def gradients(self, numbers: Numbers, read: Tensors | None) -> None:
-        del numbers, read
         _, _, gradients = with_gradients(self._parameters)
         if not gradients:
             return

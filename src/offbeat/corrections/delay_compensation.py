@@ -37,7 +37,6 @@ class DelayCompensation(Correction):
         require_number("DelayCompensation", "strength", self.strength, above=0)
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        del reads_old_versions
         refuse_recompute(self.name, rule)
 
     def hook(self, around: Surroundings) -> "Compensation":

@@ -40,7 +40,6 @@ class GapAware(Correction):
             raise ConfigurationError("GapAware(decay=1): a mean that forgets nothing never begins.")
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        del reads_old_versions
         refuse_recompute(self.name, rule)
 
     def hook(self, around: Surroundings) -> "Gap":

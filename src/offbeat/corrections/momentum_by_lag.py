@@ -54,5 +54,4 @@ class _Momentum(Hook):
         self._share = min(1.0, around.lag / around.stages)
 
     def momentum(self, moment: Moment, momentum: float) -> float:
-        del moment
         return momentum + self._share * (self._towards - momentum)

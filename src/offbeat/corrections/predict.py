@@ -58,7 +58,6 @@ class Predict(Correction):
             raise unknown("horizon", self.horizon, ("lag", "geometric", "fitted"))
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        del rule
         if reads_old_versions:
             raise ConfigurationError(
                 "forwards read an older version on purpose, so that all micro-batches of a step"
@@ -131,7 +130,6 @@ class Prediction(Hook):
         return torch._foreach_add([p.detach() for p in self._parameters], moves)
 
     def before_step(self, numbers: Numbers) -> None:
-        del numbers
         self._moved.copy_(torch.tensor([p.grad is not None for p in self._parameters]))
 
     def _displacements(self, factors: Numbers) -> Tensors:

@@ -38,7 +38,6 @@ class RateByLag(Correction):
             require_number("RateByLag", "anneal", self.anneal, above=0)
 
     def hook(self, around: Surroundings) -> "_Rate":
-        del around
         return _Rate(self)
 
 

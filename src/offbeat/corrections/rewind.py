@@ -36,7 +36,6 @@ class Rewind(Correction):
         require_number("Rewind", "memory_at_lag", self.memory_at_lag, above=0, most=1)
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        del reads_old_versions
         if rule == "stash":
             raise ConfigurationError(
                 "rewind estimates the weights that the forward read, and backward='stash' keeps"

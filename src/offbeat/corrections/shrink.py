@@ -33,7 +33,6 @@ class Shrink(Correction):
         return self.beta
 
     def hook(self, around: Surroundings) -> Hook:
-        del around
         return _Shrinking()
 
 

@@ -68,7 +68,6 @@ class Spike(Hook):
         self._newest = [group.gradients() for group in self._groups] if numbers else []
 
     def after_step(self, numbers: Numbers, before: Tensors | None) -> None:
-        del before
         for place, (parameters, gradients) in enumerate(self._newest):
             if not parameters:
                 continue

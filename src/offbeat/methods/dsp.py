@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import MOST, Asynchronous, Rule, both_ways
+from offbeat.methods.base import MOST, Asynchronous, Rule
 from offbeat.schedules.schedule import Schedule
 
 
@@ -36,6 +36,7 @@ class DSP(Asynchronous):
     copies = "1"
     waits_for = "nothing; hops absorb stragglers"
     reference = "Xu et al. 2020, arXiv 1909.02625"
+    in_flight_per_hop = 2
 
     lag: Sequence[int] | None = field(default=None, metadata={"help": "lag of each stage."})
     hop: int | Sequence[int] | None = field(
@@ -65,11 +66,11 @@ class DSP(Asynchronous):
             if len(self.lag) != stages:
                 raise ConfigurationError(
                     f"DSP(lag={self.lag}) has {len(self.lag)} entries for {stages} stages: give one"
-                    f" per stage, for example lag={both_ways(stages)}."
+                    f" per stage, for example lag={super().depths(stages)}."
                 )
             return tuple(self.lag)
         if self.hop is None:
-            return both_ways(stages)
+            return super().depths(stages)
         hops = self._given_hops(stages)
         return tuple(2 * sum(hops[stage:]) for stage in range(stages))
 

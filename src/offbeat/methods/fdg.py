@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Asynchronous, both_ways
+from offbeat.methods.base import Asynchronous
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class FDG(Asynchronous):
     copies = "lag + 1"
     waits_for = "nothing"
     reference = "Zhuang et al. 2019, arXiv 1906.09108"
+    in_flight_per_hop = 2
 
     beta: float = field(default=1.0, metadata={"help": "factor on a gradient per hop."})
 
@@ -40,6 +41,3 @@ class FDG(Asynchronous):
     @property
     def shrink(self) -> float:
         return self.beta
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return both_ways(stages)

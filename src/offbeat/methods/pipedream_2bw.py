@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Asynchronous, one_way
+from offbeat.methods.base import Asynchronous
 from offbeat.schedules.schedule import Schedule
 
 
@@ -27,11 +27,9 @@ class PipeDream2BW(Asynchronous):
     copies = "2"
     waits_for = "nothing, but no slack per hop"
     reference = "Narayanan et al. 2021, arXiv 2006.09503"
+    in_flight_per_hop = 1
 
     accumulate: int | None = None
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return one_way(stages)
 
     def schedule(self, stages: int) -> Schedule:
         micro_batches = self.micro_batches(stages)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from offbeat.methods.base import Asynchronous, Rule, both_ways
+from offbeat.methods.base import Asynchronous, Rule
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,6 @@ class StaleWeights(Asynchronous):
     copies = "1"
     waits_for = "nothing"
     reference = "Zhang, Abdelrahman 2019, arXiv 1912.12675"
+    in_flight_per_hop = 2
 
     backward: Rule = field(default="current", kw_only=True)
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return both_ways(stages)

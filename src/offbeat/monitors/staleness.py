@@ -42,7 +42,6 @@ class Watch(Hook):
         """Running means: change of the gradient, update, error predicted, error unpredicted."""
 
     def gradients(self, numbers: Numbers, read: Tensors | None) -> None:
-        del numbers, read
         now = self.sample.of(
             tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters)
         )
