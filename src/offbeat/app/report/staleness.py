@@ -7,7 +7,14 @@ from offbeat.app.report import words
 from offbeat.app.report.facts import Facts
 from offbeat.app.report.markup import Markup, join, table
 from offbeat.app.report.parts import note, per_run, place
-from offbeat.records.readings import WHATS
+from offbeat.records.readings import WHATS, What
+
+_HEADS: dict[What, str] = {
+    "staleness": "staleness, median",
+    "prediction": "prediction error as a share of none",
+    "cosine": "cosine of stale and fresh gradients",
+}
+"""What a column is called, where the reading's own name would not do."""
 
 
 def staleness(facts: Sequence[Facts]) -> Markup:
@@ -33,13 +40,7 @@ def _of_run(run: Facts) -> Markup:
          words.number(max(values["staleness"])) if "staleness" in values else words.MISSING)
         for (replica, stage), values in sorted(found.items())
     ]  # fmt: skip
-    head = (
-        "stage",
-        "staleness, median",
-        "prediction error as a share of none",
-        "cosine of stale and fresh gradients",
-        "staleness, largest",
-    )
+    head = ("stage", *(_HEADS.get(what, what) for what in WHATS), "staleness, largest")
     return table("How stale, per stage", head, body, class_="numbers")
 
 
