@@ -18,10 +18,6 @@ class DelayCompensation(Correction):
 
     ``adaptive=True`` divides the strength by ``sqrt(mean of g^2)``, a running mean (DC-ASGD-a).
     w_read is what the forward read; of several micro-batches in an update, its mean over them.
-    Reference: Zheng et al. 2017 (DC-ASGD, arXiv 1609.08326).
-
-    >>> DelayCompensation(strength=0.04).adaptive
-    False
     """
 
     name = "delay-compensation"
@@ -75,4 +71,4 @@ class Compensation(Hook):
         torch._foreach_add_(gradients, torch._foreach_mul(change, numbers[0]))
 
     def memory(self) -> dict[str, Tensors]:
-        return {"squares": self._squares} if self._squares else {}
+        return {"squares": self._squares}

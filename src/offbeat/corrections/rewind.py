@@ -19,9 +19,6 @@ class Rewind(Correction):
     ``g = memory_at_lag**(1/D)``, so that an update D ago still weighs ``memory_at_lag``. It cures
     the difference between forward and backward weights, not the delay: for ``backward="current"``
     and ``"recompute"``. Reference: Yang et al. 2021 (PipeMare, arXiv 1910.05124).
-
-    >>> Rewind().memory_at_lag
-    0.135
     """
 
     name = "rewind"
