@@ -108,7 +108,7 @@ def plan_for(
     method, costs = _least_lag(stages, least, most, auto.hop, room)
     speed = timeline(method, stages, costs=costs).speed_up
     reasons = [
-        sentence("in_flight", depths=_listed(method.depths(stages)), speed=speed),
+        sentence("in_flight", depths=" ".join(map(str, method.depths(stages))), speed=speed),
         _why_parts(method, stages, least, most, auto.batch, least_rows),
         sentence("stash"),
     ]
@@ -149,7 +149,7 @@ def _why_parts(
     else:
         why = sentence("late_parts", most=most)
     split = f"every batch in {parts} parts" if parts > 1 else "whole batches"
-    return sentence("lag", lags=_listed(method.lags(stages)), split=split, why=why)
+    return sentence("lag", lags=" ".join(map(str, method.lags(stages))), split=split, why=why)
 
 
 def least_depths(
@@ -177,10 +177,6 @@ def least_depths(
         if speed > fastest * (1 + tolerance):
             best, fastest = depths, speed
     return best
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return " ".join(map(str, numbers))
 
 
 # ------------------------------------------------------------------ what has been measured

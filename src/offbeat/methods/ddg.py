@@ -11,8 +11,7 @@ class DDG(Asynchronous):
 
     Update: PipeDream's, weight for weight; the forward lock changes time only.
     Lag: ``K-1-k``. Memory: lag + 1 weight copies, as many graphs.
-    Reference: Huo et al., "Decoupled Parallel Backpropagation with Convergence Guarantee", 2018
-    (arXiv 1804.10574).
+    Reference: Huo et al. 2018, "Decoupled Parallel Backpropagation with Convergence Guarantee".
 
     >>> DDG().schedule(3).lags
     (2, 1, 0)

@@ -13,8 +13,7 @@ class FDG(Asynchronous):
     Update: as PipeDream with twice the lag, the gradient that arrives at stage k multiplied by
     ``beta`` in every stage but the last, so it compounds to ``beta**(K-1-k)``. ``beta=1`` is off.
     Lag: ``2(K-1-k)``. Memory: lag + 1 weight copies, as many graphs.
-    Reference: Zhuang et al., "Fully Decoupled Neural Network Learning Using Delayed Gradients",
-    2019 (arXiv 1906.09108).
+    Reference: Zhuang et al., "Fully Decoupled Neural Network Learning Using Delayed Gradients".
 
     >>> FDG(beta=0.5).schedule(3).lags
     (4, 2, 0)

@@ -11,8 +11,7 @@ class FeaturesReplay(Asynchronous):
 
     Update: ``W_k[n+1] = Opt(W_k[n], g_k)``, g by the chain rule through ``f_k(h_k(n); W_k[n])``.
     Lag: ``K-1-k``. Memory: one set of weights, lag + 1 stage inputs, one graph.
-    Reference: Huo et al., "Training Neural Networks Using Features Replay", 2018
-    (arXiv 1807.04511).
+    Reference: Huo et al. 2018, "Training Neural Networks Using Features Replay".
 
     >>> FeaturesReplay().schedule(3).lags
     (2, 1, 0)

@@ -14,8 +14,7 @@ class PipeDream2BW(Asynchronous):
     Update: ``W[u+1] = Opt(W[u], mean gradient of step u at W[max(0, u-1)])``.
     Lag: 1 at every stage. Memory: 2 weight copies. ``accumulate`` must be at least the number of
     stages (the default), so that ``W[u-1]`` exists when step u begins.
-    Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021
-    (arXiv 2006.09503).
+    Reference: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".
 
     >>> PipeDream2BW().schedule(4).lags
     (1, 1, 1, 1)

@@ -13,8 +13,7 @@ class StaleWeights(Asynchronous):
     inside the vector-Jacobian products.
     Lag: ``2(K-1-k)``. Memory: one set of weights, lag + 1 graphs.
     Reference: Zhang, Abdelrahman, "Pipelined Training with Stale Weights of Deep Convolutional
-    Neural Networks", 2019 (arXiv 1912.12675). Its hybrid scheme is
-    ``Phases((StaleWeights(), updates), (Synchronous(), None))``.
+    Neural Networks". Its hybrid scheme is :class:`offbeat.Phases`.
 
     >>> StaleWeights().schedule(4).lags
     (6, 4, 2, 0)
