@@ -32,8 +32,7 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
-from offbeat.methods.auto import Auto, least_depths, plan_for
-from offbeat.methods.findings import load, sentence
+from offbeat.methods.auto import Auto, least_depths, load_findings, plan_for, sentence
 from offbeat.optimizers import kind_of
 from offbeat.schedules.timeline import Costs, timeline
 
@@ -331,9 +330,9 @@ def held(page: str, template: str, figures: dict[str, Any]) -> bool:
     return re.search(".*".join(parts), (ROOT / page).read_text()) is not None
 
 
-@pytest.mark.parametrize("name", load()["findings"])
+@pytest.mark.parametrize("name", load_findings()["findings"])
 def test_a_finding_is_what_was_measured_and_what_the_page_shows(name: str) -> None:
-    finding = load()["findings"][name]
+    finding = load_findings()["findings"][name]
     assert set(finding) == {"setting", "figures", "where", "measured", "page", "shown"}
     for page, templates in (("where", "measured"), ("page", "shown")):
         for template in finding[templates]:
@@ -343,15 +342,15 @@ def test_a_finding_is_what_was_measured_and_what_the_page_shows(name: str) -> No
 
 
 def test_the_page_has_the_limits_of_auto() -> None:
-    limits = load()["limits"]
+    limits = load_findings()["limits"]
     for template in limits["shown"]:
         assert held(limits["page"], template, limits), template
 
 
 def test_every_sentence_is_said_and_cites_findings_that_exist() -> None:
-    sentences, findings = load()["sentences"], load()["findings"]
+    sentences, findings = load_findings()["sentences"], load_findings()["findings"]
     planner = (ROOT / "src/offbeat/methods/auto.py").read_text()
-    reasons = {rule["reason"] for rule in load()["corrections"]}
+    reasons = {rule["reason"] for rule in load_findings()["corrections"]}
     assert set(sentences) == reasons | set(re.findall(r"""sentence\(["'](\w+)""", planner))
     cited = set(re.findall(r"\{(\w+)\[", " ".join(sentences.values())))
     assert cited <= set(findings)

@@ -2,19 +2,22 @@
 
 from typing import Any
 
-from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
-from offbeat.corrections.clip import ClipPerStage
-from offbeat.corrections.delay_compensation import DelayCompensation
-from offbeat.corrections.extrapolate import Extrapolate
-from offbeat.corrections.gap_aware import GapAware
-from offbeat.corrections.look_ahead import LookAhead
-from offbeat.corrections.momentum_by_lag import MomentumByLag
-from offbeat.corrections.predict import Predict
-from offbeat.corrections.rate_by_lag import RateByLag
-from offbeat.corrections.rewind import Rewind
-from offbeat.corrections.shrink import Shrink
-from offbeat.corrections.spike_compensation import SpikeCompensation
-from offbeat.monitors.monitor import Monitor
+from offbeat.corrections.base import Correction as Correction
+from offbeat.corrections.base import Hook as Hook
+from offbeat.corrections.base import Moment as Moment
+from offbeat.corrections.base import Surroundings as Surroundings
+from offbeat.corrections.clip import ClipPerStage as ClipPerStage
+from offbeat.corrections.delay_compensation import DelayCompensation as DelayCompensation
+from offbeat.corrections.extrapolate import Extrapolate as Extrapolate
+from offbeat.corrections.gap_aware import GapAware as GapAware
+from offbeat.corrections.look_ahead import LookAhead as LookAhead
+from offbeat.corrections.momentum_by_lag import MomentumByLag as MomentumByLag
+from offbeat.corrections.predict import Predict as Predict
+from offbeat.corrections.rate_by_lag import RateByLag as RateByLag
+from offbeat.corrections.rewind import Rewind as Rewind
+from offbeat.corrections.shrink import Shrink as Shrink
+from offbeat.corrections.spike_compensation import SpikeCompensation as SpikeCompensation
+from offbeat.monitors.monitor import Monitor as Monitor
 from offbeat.registry import choose
 
 CORRECTIONS: tuple[type[Correction], ...] = (
@@ -39,25 +42,3 @@ def correction_named(name: str, **settings: Any) -> Correction:
     Predict(direction='optimizer', horizon='lag')
     """
     return choose("correction", CORRECTIONS, name, settings)
-
-
-__all__ = [
-    "CORRECTIONS",
-    "ClipPerStage",
-    "Correction",
-    "DelayCompensation",
-    "Extrapolate",
-    "GapAware",
-    "Hook",
-    "LookAhead",
-    "Moment",
-    "MomentumByLag",
-    "Monitor",
-    "Predict",
-    "RateByLag",
-    "Rewind",
-    "Shrink",
-    "SpikeCompensation",
-    "Surroundings",
-    "correction_named",
-]

@@ -93,27 +93,22 @@ class Hook:
 
     def rate(self, moment: Moment) -> float:
         """Factor on the learning rate."""
-        del moment
         return 1.0
 
     def momentum(self, moment: Moment, momentum: float) -> float:
         """The momentum of a step in place of the optimizer's own."""
-        del moment
         return momentum
 
     def numbers(self, moment: Moment) -> Numbers:
         """What the next call needs to know from the host."""
-        del moment
         return ()
 
     def forward_weights(self, numbers: Numbers) -> Tensors | None:
         """Weights to go forward with; None for the stage's own."""
-        del numbers
         return None
 
     def backward_weights(self, behind: int) -> Tensors | None:
         """Weights for the backward of a micro-batch that read those of ``behind`` updates ago."""
-        del behind
         return None
 
     def gradients(self, numbers: Numbers, read: Tensors | None) -> None:

@@ -19,9 +19,6 @@ class ClipPerStage(Correction):
     ``norm`` is the bound itself; ``times``, above 1, is a multiple of the stage's usual norm, a
     running mean over about a hundred updates. Give one of them. Beside the trainer's ``clip``,
     which is global where no stage lags. Costs nothing.
-
-    >>> ClipPerStage(times=3).times
-    3
     """
 
     name = "clip-per-stage"
@@ -58,7 +55,6 @@ class Clipping(Hook):
         self._usual = torch.zeros(2, dtype=torch.float64, device=around.parameters[0].device)
 
     def gradients(self, numbers: Numbers, read: Tensors | None) -> None:
-        del numbers, read
         _, _, gradients = with_gradients(self._parameters)
         if not gradients:
             return

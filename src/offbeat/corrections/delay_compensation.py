@@ -18,10 +18,6 @@ class DelayCompensation(Correction):
 
     ``adaptive=True`` divides the strength by ``sqrt(mean of g^2)``, a running mean (DC-ASGD-a).
     w_read is what the forward read; of several micro-batches in an update, its mean over them.
-    Reference: Zheng et al. 2017 (DC-ASGD, arXiv 1609.08326).
-
-    >>> DelayCompensation(strength=0.04).adaptive
-    False
     """
 
     name = "delay-compensation"
@@ -37,7 +33,6 @@ class DelayCompensation(Correction):
         require_number("DelayCompensation", "strength", self.strength, above=0)
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        del reads_old_versions
         refuse_recompute(self.name, rule)
 
     def hook(self, around: Surroundings) -> "Compensation":
@@ -76,4 +71,4 @@ class Compensation(Hook):
         torch._foreach_add_(gradients, torch._foreach_mul(change, numbers[0]))
 
     def memory(self) -> dict[str, Tensors]:
-        return {"squares": self._squares} if self._squares else {}
+        return {"squares": self._squares}

@@ -15,9 +15,6 @@ class Extrapolate(Correction):
     On a quadratic it is the same filter as predicting the weights with ``horizon="lag"``, but the
     forward is left alone, and it takes any optimizer. With D = 1 it is one-step error feedback as
     far as its formula can be told from outside: the paper's own (arXiv 2606.30634) was not seen.
-
-    >>> Extrapolate(gain=0.5).gain
-    0.5
     """
 
     name = "extrapolate"

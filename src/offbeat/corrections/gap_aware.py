@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings, require_number
-from offbeat.corrections.groups import Group, Tensors
+from offbeat.corrections.groups import Group, Tensors, with_gradients
 from offbeat.corrections.seen import refuse_maximizing, refuse_recompute
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Rule
@@ -20,10 +20,6 @@ class GapAware(Correction):
     C is the size of a usual step, ``largest lr so far x sqrt(mean of g^2)``, with a running mean
     that forgets by ``decay``. Weight decay that the optimizer adds to g is divided with it.
     w_read is what the forward read; of several micro-batches in an update, its mean over them.
-    Reference: Barkai et al. 2020 (arXiv 1909.10802).
-
-    >>> GapAware().decay
-    0.99
     """
 
     name = "gap-aware"
@@ -40,7 +36,6 @@ class GapAware(Correction):
             raise ConfigurationError("GapAware(decay=1): a mean that forgets nothing never begins.")
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        del reads_old_versions
         refuse_recompute(self.name, rule)
 
     def hook(self, around: Surroundings) -> "Gap":
@@ -55,7 +50,7 @@ class Gap(Hook):
         self._decay = settings.decay
         self._groups = around.groups
         self._parameters = around.parameters
-        self._places = {id(p): place for place, p in enumerate(around.parameters)}
+        self._places = {p: place for place, p in enumerate(around.parameters)}
         self._squares = tuple(torch.zeros_like(p) for p in around.parameters)
         # Both on the host. A weight counts its own gradients: it may get its first one late.
         self._seen = torch.zeros(len(self._squares), dtype=torch.float64)
@@ -79,11 +74,10 @@ class Gap(Hook):
             self._shrink(group, float(rate), seen, read)
 
     def _shrink(self, group: Group, rate: float, seen: Numbers, read: Tensors) -> None:
-        with_gradient = [p for p in group.parameters if p.grad is not None]
-        gradients = [p.grad for p in with_gradient if p.grad is not None]
-        if not with_gradient:
+        found, weights, gradients = with_gradients(group.parameters)
+        if not found:
             return
-        places = [self._places[id(p)] for p in with_gradient]
+        places = [self._places[group.parameters[place]] for place in found]
         squares = [self._squares[place] for place in places]
         torch._foreach_mul_(squares, self._decay)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - self._decay)
@@ -91,7 +85,6 @@ class Gap(Hook):
             return
         usual = torch._foreach_sqrt(torch._foreach_div(squares, [float(seen[n]) for n in places]))
         usual = torch._foreach_add(torch._foreach_mul(usual, rate), _EPS)
-        weights = [p.detach() for p in with_gradient]
         gap = torch._foreach_abs(torch._foreach_sub(weights, [read[place] for place in places]))
         penalty = torch._foreach_add(torch._foreach_div(gap, usual), 1.0)
         decay = torch._foreach_mul(weights, group.coupled_decay)

@@ -12,11 +12,7 @@ class LookAhead(Correction):
 
     SGD: ``w <- w - lr (g + m v)``. Adam, AdamW: ``b1 m + (1 - b1) g`` in place of the first moment
     m, with Adam's own bias correction and a constant momentum. This is spike compensation for a lag
-    of one, whatever the lag. Ajanthan et al. 2025 (arXiv 2505.01099) use it with a momentum near 1.
-    Costs no memory.
-
-    >>> LookAhead().name
-    'look-ahead'
+    of one, whatever the lag. Ajanthan et al. 2025 use it with a momentum near 1.
     """
 
     name = "look-ahead"

@@ -16,9 +16,6 @@ class MomentumByLag(Correction):
     Up, as by default, where another correction keeps high momentum stable; down where there is
     none. SGD's and Muon's momentum, Adam's beta1. Where D is more than the number of stages K it is
     ``towards`` itself. Costs nothing. Reference: Ajanthan et al. 2025 (arXiv 2505.01099).
-
-    >>> MomentumByLag(towards=0.5).towards
-    0.5
     """
 
     name = "momentum-by-lag"
@@ -54,5 +51,4 @@ class _Momentum(Hook):
         self._share = min(1.0, around.lag / around.stages)
 
     def momentum(self, moment: Moment, momentum: float) -> float:
-        del moment
         return momentum + self._share * (self._towards - momentum)

@@ -13,9 +13,6 @@ class RateByLag(Correction):
     p is ``power``, or with ``anneal=N`` falls from it to 0 over the first N updates.
     ``RateByLag(plus=0, anneal=N)`` is PipeMare's first technique. Costs nothing; the base rate may
     have to be tuned again. Reference: Yang et al. 2021 (PipeMare, arXiv 1910.05124).
-
-    >>> RateByLag(plus=0, anneal=1000).power
-    1.0
     """
 
     name = "rate-by-lag"
@@ -38,7 +35,6 @@ class RateByLag(Correction):
             require_number("RateByLag", "anneal", self.anneal, above=0)
 
     def hook(self, around: Surroundings) -> "_Rate":
-        del around
         return _Rate(self)
 
 

@@ -19,9 +19,6 @@ class Rewind(Correction):
     ``g = memory_at_lag**(1/D)``, so that an update D ago still weighs ``memory_at_lag``. It cures
     the difference between forward and backward weights, not the delay: for ``backward="current"``
     and ``"recompute"``. Reference: Yang et al. 2021 (PipeMare, arXiv 1910.05124).
-
-    >>> Rewind().memory_at_lag
-    0.135
     """
 
     name = "rewind"
@@ -36,7 +33,6 @@ class Rewind(Correction):
         require_number("Rewind", "memory_at_lag", self.memory_at_lag, above=0, most=1)
 
     def check_rule(self, rule: Rule, *, reads_old_versions: bool) -> None:
-        del reads_old_versions
         if rule == "stash":
             raise ConfigurationError(
                 "rewind estimates the weights that the forward read, and backward='stash' keeps"

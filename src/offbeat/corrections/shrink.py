@@ -10,11 +10,7 @@ class Shrink(Correction):
     """Every stage with lag multiplies the gradients that arrive by ``beta``.
 
     They pass through one stage after the other, so after j hops it is ``beta**j``. The same as
-    ``FDG(beta=...)``, for any method. Costs nothing.
-    Reference: Zhuang et al. 2019 (FDG, arXiv 1906.09108).
-
-    >>> Shrink(beta=0.5).shrinkage
-    0.5
+    ``FDG(beta=...)``, for any method.
     """
 
     name = "shrink"
@@ -33,7 +29,6 @@ class Shrink(Correction):
         return self.beta
 
     def hook(self, around: Surroundings) -> Hook:
-        del around
         return _Shrinking()
 
 

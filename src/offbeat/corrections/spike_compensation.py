@@ -16,11 +16,7 @@ class SpikeCompensation(Correction):
 
     SGD: ``v <- m v + g; w <- w - lr (a v + b g)``, ``a = m^D``, ``b = (1 - m^D) / (1 - m)``.
     Adam, AdamW: the same of the first moment, ``a m + (1 - a) g`` over the same denominator.
-    D = 0 is the optimizer itself, D = 1 Nesterov's momentum. Costs no memory.
-    Reference: Kosson et al. 2021 (arXiv 2003.11666).
-
-    >>> SpikeCompensation().name
-    'spike-compensation'
+    D = 0 is the optimizer itself, D = 1 Nesterov's momentum.
     """
 
     name = "spike-compensation"
@@ -68,7 +64,6 @@ class Spike(Hook):
         self._newest = [group.gradients() for group in self._groups] if numbers else []
 
     def after_step(self, numbers: Numbers, before: Tensors | None) -> None:
-        del before
         for place, (parameters, gradients) in enumerate(self._newest):
             if not parameters:
                 continue

@@ -58,7 +58,7 @@ class Pipeline:
             compile=setup.compile,
             lanes=engine.lanes,
         )
-        needs_heads = self.cut.stages > 1 and any(method.needs_heads for method, _ in self._phases)
+        needs_heads = self.cut.stages > 1 and any(m.local_losses for m, _ in self._phases)
         if not self.cut.needs_batch and not needs_heads:
             self.build(None)
 

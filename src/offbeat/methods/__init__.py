@@ -3,20 +3,23 @@
 from typing import Any
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.adl import ADL
-from offbeat.methods.base import RULES, Asynchronous, Method, Rule
-from offbeat.methods.ddg import DDG
-from offbeat.methods.dgl import DGL
-from offbeat.methods.dsp import DSP
-from offbeat.methods.fdg import FDG
-from offbeat.methods.features_replay import FeaturesReplay
-from offbeat.methods.gpipe import GPipe
-from offbeat.methods.one_f_one_b import OneFOneB
-from offbeat.methods.phases import Phases
-from offbeat.methods.pipedream import PipeDream
-from offbeat.methods.pipedream_2bw import PipeDream2BW
-from offbeat.methods.stale_weights import StaleWeights
-from offbeat.methods.synchronous import Synchronous
+from offbeat.methods.adl import ADL as ADL
+from offbeat.methods.base import RULES as RULES
+from offbeat.methods.base import Asynchronous as Asynchronous
+from offbeat.methods.base import Method as Method
+from offbeat.methods.base import Rule as Rule
+from offbeat.methods.ddg import DDG as DDG
+from offbeat.methods.dgl import DGL as DGL
+from offbeat.methods.dsp import DSP as DSP
+from offbeat.methods.fdg import FDG as FDG
+from offbeat.methods.features_replay import FeaturesReplay as FeaturesReplay
+from offbeat.methods.gpipe import GPipe as GPipe
+from offbeat.methods.one_f_one_b import OneFOneB as OneFOneB
+from offbeat.methods.phases import Phases as Phases
+from offbeat.methods.pipedream import PipeDream as PipeDream
+from offbeat.methods.pipedream_2bw import PipeDream2BW as PipeDream2BW
+from offbeat.methods.stale_weights import StaleWeights as StaleWeights
+from offbeat.methods.synchronous import Synchronous as Synchronous
 from offbeat.registry import choose
 
 METHODS: tuple[type[Method], ...] = (
@@ -50,26 +53,3 @@ def method_named(name: str, **settings: Any) -> Method:
             " Give that one here, by its name."
         )
     return choose("method", METHODS, name, settings, also=["auto"])
-
-
-__all__ = [
-    "ADL",
-    "DDG",
-    "DGL",
-    "DSP",
-    "FDG",
-    "METHODS",
-    "RULES",
-    "Asynchronous",
-    "FeaturesReplay",
-    "GPipe",
-    "Method",
-    "OneFOneB",
-    "Phases",
-    "PipeDream",
-    "PipeDream2BW",
-    "Rule",
-    "StaleWeights",
-    "Synchronous",
-    "method_named",
-]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.errors import unknown
-from offbeat.methods.base import Asynchronous, both_ways
+from offbeat.methods.base import Asynchronous
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ADL(Asynchronous):
     copies = "lag + 1"
     waits_for = "nothing"
     reference = "Zhuang et al. 2020, arXiv 2012.03747"
+    in_flight_per_hop = 2
 
     accumulate: int | None = 4
     reduction: Literal["mean", "sum"] = field(
@@ -40,6 +41,3 @@ class ADL(Asynchronous):
     @property
     def sums_gradients(self) -> bool:
         return self.reduction == "sum"
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return both_ways(stages)

@@ -2,16 +2,18 @@
 
 import logging
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Literal, TextIO
+from functools import cache
+from math import ceil, inf
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods import DSP, Asynchronous, PipeDream, Synchronous
 from offbeat.methods.base import Method, require_count
-from offbeat.methods.findings import corrections_for, limit, sentence
 from offbeat.registry import Choice, Named
 from offbeat.schedules.timeline import Costs, timeline
 
@@ -99,19 +101,16 @@ def plan_for(
     require_count("stages", stages)
     auto = auto or Auto()
     if stages == 1:
-        return Plan(
-            Synchronous(), (), ("one stage has nothing to wait for: cut the model (stages=4)",)
-        )
+        return Plan(Synchronous(), (), (sentence("one_stage"),))
     least_rows = limit("least_rows_with_batch_norm" if batch_norm else "least_rows")
     room = None if auto.batch is None else max(1, auto.batch // least_rows)
     least, most = min(stages, limit("least_parts")), limit("most_late")[optimizer]
     method, costs = _least_lag(stages, least, most, auto.hop, room)
     speed = timeline(method, stages, costs=costs).speed_up
     reasons = [
-        f"in flight per stage {_listed(method.depths(stages))}: the least that keeps all stages as"
-        f" busy as they can be; modelled speed-up {speed:.2f} over one device",
+        sentence("in_flight", depths=" ".join(map(str, method.depths(stages))), speed=speed),
         _why_parts(method, stages, least, most, auto.batch, least_rows),
-        "stash: gradients are exact, at weights that are lag updates old",
+        sentence("stash"),
     ]
     if batch_norm and (parts := method.micro_batches(stages)) > 1:
         reasons.append(sentence("statistics", momentum=1 - 0.9 ** (1 / parts)))
@@ -143,19 +142,14 @@ def _why_parts(
     method: Asynchronous, stages: int, least: int, most: float, batch: int | None, least_rows: int
 ) -> str:
     parts, depth = method.micro_batches(stages), method.depths(stages)[0]
-    text = f"lag per stage {_listed(method.lags(stages))} updates, with "
-    text += f"every batch in {parts} parts" if parts > 1 else "whole batches"
     if parts < least or depth > most * parts:
-        return (
-            f"{text}: that costs accuracy, but more parts of {batch} rows would have fewer than"
-            f" {least_rows} each; give larger batches if you can"
-        )
-    if depth <= most * (parts - 1):
-        return f"{text}, {sentence('least_parts', least_parts=limit('least_parts'))}"
-    return (
-        f"{text}: were there fewer, those of the first stage would be more than {most:g} updates"
-        " late on average"
-    )
+        why = sentence("fewer_parts", batch=batch, least_rows=least_rows)
+    elif depth <= most * (parts - 1):
+        why = sentence("least_parts", least_parts=limit("least_parts"))
+    else:
+        why = sentence("late_parts", most=most)
+    split = f"every batch in {parts} parts" if parts > 1 else "whole batches"
+    return sentence("lag", lags=" ".join(map(str, method.lags(stages))), split=split, why=why)
 
 
 def least_depths(
@@ -170,25 +164,49 @@ def least_depths(
     """
     hops = stages - 1
     candidates = [*range(hops, 2 * hops + 1), *range(3 * hops, 8 * hops + 1, hops)]
+    weights = (costs or Costs()).weights(stages)
+    never_waits = sum(weights) / max(weights)  # the speed-up when the dearest stage never does
     best = depths = (0,) * stages
     fastest = 0.0
     for first in candidates if hops else ():
         depths = tuple(first * (hops - stage) // hops for stage in range(stages))
         method = DSP(lag=depths, backward="stash", accumulate=accumulate)
         speed = timeline(method, stages, costs=costs).speed_up
-        if speed >= (1 - tolerance) * _ideal(stages, costs):
+        if speed >= (1 - tolerance) * never_waits:
             return depths
         if speed > fastest * (1 + tolerance):
             best, fastest = depths, speed
     return best
 
 
-def _ideal(stages: int, costs: Costs | None) -> float:
-    """The speed-up when the dearest stage never waits."""
-    costs = costs or Costs()
-    weights = [costs.weight(stage, stages) for stage in range(stages)]
-    return sum(weights) / max(weights)
+# ------------------------------------------------------------------ what has been measured
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
-    return " ".join(map(str, numbers))
+@cache
+def load_findings() -> dict[str, Any]:
+    """What has been measured, and the limits and words of "auto" that follow."""
+    return tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+
+
+def limit(name: str) -> Any:
+    """What bounds the choice of ``auto``: rows and parts, and how late parts may be."""
+    return load_findings()["limits"][name]
+
+
+def sentence(name: str, **facts: object) -> str:
+    """A sentence with the figures of the findings and the facts of the case at hand in it."""
+    figures = {key: finding["figures"] for key, finding in load_findings()["findings"].items()}
+    text: str = load_findings()["sentences"][name]
+    return text.format(**figures, **facts)
+
+
+def corrections_for(optimizer: str, lag: int, *, on_time: bool) -> tuple[tuple[str, ...], str]:
+    """Those of the first rule that fits an optimizer and a first stage, by name, and why."""
+    rule = next(
+        rule
+        for rule in load_findings()["corrections"]
+        if optimizer in rule["optimizers"]
+        and lag <= rule.get("most_lag", inf)
+        and (on_time or not rule.get("on_time"))
+    )
+    return tuple(rule["take"]), sentence(rule["reason"], lag=lag)

@@ -35,6 +35,8 @@ class Method(ABC):
     reference: ClassVar[str]
     asynchronous: ClassVar[bool] = False
     """Whether stages go on while gradients are on their way. One stage alone has none to await."""
+    local_losses: ClassVar[bool] = False
+    """Whether every stage but the last learns from a loss of its own, through a head."""
 
     @property
     def shrink(self) -> float:
@@ -50,11 +52,6 @@ class Method(ABC):
     def rule(self) -> Rule:
         """Which weights the backward pass sees. Without lag all rules are one."""
         return "stash"
-
-    @property
-    def needs_heads(self) -> bool:
-        """Whether every stage but the last learns from a loss of its own, through a head."""
-        return False
 
     @property
     def head_factory(self) -> Callable[[Any, Any], Any] | None:
@@ -85,6 +82,11 @@ class Asynchronous(Method):
     """
 
     asynchronous = True
+    in_flight_per_hop: ClassVar[int]
+    """Micro-batches in flight per hop to the last stage. One keeps every stage busy if messages
+    take no time; two, one each way, free forward, backward and update from each other."""
+    lockstep: ClassVar[bool] = False
+    """Whether no stage begins a step before all have ended the one before (the forward lock)."""
 
     backward: Rule = field(default="stash", metadata={"help": "the weights a backward sees."})
     accumulate: int | None = field(default=1, metadata={"help": "micro-batches per update."})
@@ -107,9 +109,9 @@ class Asynchronous(Method):
     def rule(self) -> Rule:
         return self.backward
 
-    @abstractmethod
     def depths(self, stages: int) -> tuple[int, ...]:
         """Micro-batches in flight per stage: the papers' m_k."""
+        return tuple(self.in_flight_per_hop * (stages - 1 - stage) for stage in range(stages))
 
     def capped_depths(self, stages: int) -> tuple[int, ...]:
         """What is really kept in flight.
@@ -127,7 +129,12 @@ class Asynchronous(Method):
 
     def schedule(self, stages: int) -> Schedule:
         micro_batches = self.micro_batches(stages)
-        return Schedule(stagger(self.capped_depths(stages), micro_batches), micro_batches)
+        return Schedule(
+            stagger(self.capped_depths(stages), micro_batches),
+            micro_batches,
+            lockstep=self.lockstep,
+            local_losses=self.local_losses,
+        )
 
     def lags(self, stages: int) -> tuple[int, ...]:
         return tuple(-(-d // self.micro_batches(stages)) for d in self.capped_depths(stages))
@@ -143,13 +150,3 @@ def require_count(name: str, value: object, most: int | None = None) -> None:
         raise ConfigurationError(f"{name}={value!r}: give a whole number of at least 1.")
     if most is not None and value > most:
         raise ConfigurationError(f"{name}={value}: give at most {most}.")
-
-
-def one_way(stages: int) -> tuple[int, ...]:
-    """``K-1-k``: what keeps every stage busy if messages take no time."""
-    return tuple(stages - 1 - stage for stage in range(stages))
-
-
-def both_ways(stages: int) -> tuple[int, ...]:
-    """``2(K-1-k)``: one tick per hop each way, which frees forward, backward and update."""
-    return tuple(2 * (stages - 1 - stage) for stage in range(stages))

@@ -1,9 +1,8 @@
 """DDG: decoupled backward with delayed gradients; PipeDream's weights, locked forward."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from offbeat.methods.base import Asynchronous, one_way
-from offbeat.schedules.schedule import Schedule
+from offbeat.methods.base import Asynchronous
 
 
 @dataclass(frozen=True)
@@ -12,8 +11,7 @@ class DDG(Asynchronous):
 
     Update: PipeDream's, weight for weight; the forward lock changes time only.
     Lag: ``K-1-k``. Memory: lag + 1 weight copies, as many graphs.
-    Reference: Huo et al., "Decoupled Parallel Backpropagation with Convergence Guarantee", 2018
-    (arXiv 1804.10574).
+    Reference: Huo et al. 2018, "Decoupled Parallel Backpropagation with Convergence Guarantee".
 
     >>> DDG().schedule(3).lags
     (2, 1, 0)
@@ -25,9 +23,5 @@ class DDG(Asynchronous):
     copies = "lag + 1"
     waits_for = "the forward pass"
     reference = "Huo et al. 2018, arXiv 1804.10574"
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return one_way(stages)
-
-    def schedule(self, stages: int) -> Schedule:
-        return replace(super().schedule(stages), lockstep=True)
+    in_flight_per_hop = 1
+    lockstep = True

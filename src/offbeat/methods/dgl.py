@@ -1,12 +1,11 @@
 """DGL: every stage learns from a loss of its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Asynchronous
-from offbeat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class DGL(Asynchronous):
     copies = "1"
     waits_for = "nothing"
     reference = "Belilovsky et al. 2020, arXiv 1901.08164"
+    local_losses = True
+    in_flight_per_hop = 0
 
     head: Callable[[Any, Any], Any] | None = None
 
@@ -43,15 +44,5 @@ class DGL(Asynchronous):
             )
 
     @property
-    def needs_heads(self) -> bool:
-        return True
-
-    @property
     def head_factory(self) -> Callable[[Any, Any], Any] | None:
         return self.head
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return (0,) * stages
-
-    def schedule(self, stages: int) -> Schedule:
-        return replace(super().schedule(stages), local_losses=True)

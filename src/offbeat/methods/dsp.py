@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import MOST, Asynchronous, Rule, both_ways
+from offbeat.methods.base import MOST, Asynchronous, Rule
 from offbeat.schedules.schedule import Schedule
 
 
@@ -15,8 +15,8 @@ class DSP(Asynchronous):
 
     Update: ``W_k[n+1] = Opt(W_k[n], g_k)``, g by the chain rule through ``f_k(h_k(n); W_k[n])``.
     Lag: ``lag``, by default ``2(K-1-k)``. Memory: one set of weights, lag + 1 stage inputs, one
-    graph. Reference: Xu, Huo, Huang, "On the Acceleration of Deep Learning Model Parallelism with
-    Staleness", CVPR 2020 (arXiv 1909.02625).
+    graph. Reference: Xu et al., "On the Acceleration of Deep Learning Model Parallelism with
+    Staleness", CVPR 2020.
 
     ``lag``: K non-increasing integers. ``hop``: ticks of slack from a stage to the next. The
     gradient's way back takes the rest, ``lag[k] - lag[k+1] - hop[k]``. With ``hop`` alone both ways
@@ -36,6 +36,7 @@ class DSP(Asynchronous):
     copies = "1"
     waits_for = "nothing; hops absorb stragglers"
     reference = "Xu et al. 2020, arXiv 1909.02625"
+    in_flight_per_hop = 2
 
     lag: Sequence[int] | None = field(default=None, metadata={"help": "lag of each stage."})
     hop: int | Sequence[int] | None = field(
@@ -65,11 +66,11 @@ class DSP(Asynchronous):
             if len(self.lag) != stages:
                 raise ConfigurationError(
                     f"DSP(lag={self.lag}) has {len(self.lag)} entries for {stages} stages: give one"
-                    f" per stage, for example lag={both_ways(stages)}."
+                    f" per stage, for example lag={super().depths(stages)}."
                 )
             return tuple(self.lag)
         if self.hop is None:
-            return both_ways(stages)
+            return super().depths(stages)
         hops = self._given_hops(stages)
         return tuple(2 * sum(hops[stage:]) for stage in range(stages))
 
@@ -101,11 +102,8 @@ class DSP(Asynchronous):
 
 
 def _whole(values: Sequence[int], name: str) -> tuple[int, ...]:
-    if (
-        isinstance(values, str)
-        or not isinstance(values, Sequence)
-        or not all(map(_is_whole, values))
-    ):
+    sequence = isinstance(values, Sequence) and not isinstance(values, str)
+    if not sequence or not all(map(_is_whole, values)):
         raise ConfigurationError(
             f"DSP({name}={values!r}): give integers from 0 to {MOST} in a tuple, as in (4, 2, 0)."
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Asynchronous, both_ways
+from offbeat.methods.base import Asynchronous
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,7 @@ class FDG(Asynchronous):
     Update: as PipeDream with twice the lag, the gradient that arrives at stage k multiplied by
     ``beta`` in every stage but the last, so it compounds to ``beta**(K-1-k)``. ``beta=1`` is off.
     Lag: ``2(K-1-k)``. Memory: lag + 1 weight copies, as many graphs.
-    Reference: Zhuang et al., "Fully Decoupled Neural Network Learning Using Delayed Gradients",
-    2019 (arXiv 1906.09108).
+    Reference: Zhuang et al., "Fully Decoupled Neural Network Learning Using Delayed Gradients".
 
     >>> FDG(beta=0.5).schedule(3).lags
     (4, 2, 0)
@@ -26,6 +25,7 @@ class FDG(Asynchronous):
     copies = "lag + 1"
     waits_for = "nothing"
     reference = "Zhuang et al. 2019, arXiv 1906.09108"
+    in_flight_per_hop = 2
 
     beta: float = field(default=1.0, metadata={"help": "factor on a gradient per hop."})
 
@@ -40,6 +40,3 @@ class FDG(Asynchronous):
     @property
     def shrink(self) -> float:
         return self.beta
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return both_ways(stages)

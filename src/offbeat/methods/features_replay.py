@@ -1,9 +1,8 @@
 """Features Replay: keep inputs instead of graphs, compute again at the newest weights."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from offbeat.methods.base import Asynchronous, Rule, one_way
-from offbeat.schedules.schedule import Schedule
+from offbeat.methods.base import Asynchronous, Rule
 
 
 @dataclass(frozen=True)
@@ -12,8 +11,7 @@ class FeaturesReplay(Asynchronous):
 
     Update: ``W_k[n+1] = Opt(W_k[n], g_k)``, g by the chain rule through ``f_k(h_k(n); W_k[n])``.
     Lag: ``K-1-k``. Memory: one set of weights, lag + 1 stage inputs, one graph.
-    Reference: Huo et al., "Training Neural Networks Using Features Replay", 2018
-    (arXiv 1807.04511).
+    Reference: Huo et al. 2018, "Training Neural Networks Using Features Replay".
 
     >>> FeaturesReplay().schedule(3).lags
     (2, 1, 0)
@@ -25,11 +23,7 @@ class FeaturesReplay(Asynchronous):
     copies = "1"
     waits_for = "the forward pass"
     reference = "Huo et al. 2018, arXiv 1807.04511"
+    in_flight_per_hop = 1
+    lockstep = True
 
     backward: Rule = field(default="recompute", kw_only=True)
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return one_way(stages)
-
-    def schedule(self, stages: int) -> Schedule:
-        return replace(super().schedule(stages), lockstep=True)

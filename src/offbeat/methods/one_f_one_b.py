@@ -1,4 +1,4 @@
-"""1F1B with a flush: GPipe's weights with fewer graphs alive."""
+"""1F1B with a flush (PipeDream-Flush): GPipe's weights with fewer graphs alive."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,7 @@ class OneFOneB(Method):
     """One forward, one backward in turn after a short warm-up; flush and update per step.
 
     Update: GPipe's. Lag: 0. Memory: one set of weights, at most ``K - k`` graphs at stage k.
-    Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021
-    (arXiv 2006.09503), PipeDream-Flush.
+    Reference: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".
 
     >>> print(OneFOneB(micro_batches=3).schedule(2).table(1).grid())
     tick       0  1  2  3  4  5  6  7

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offbeat.methods.base import Asynchronous, one_way
+from offbeat.methods.base import Asynchronous
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,4 @@ class PipeDream(Asynchronous):
     copies = "lag + 1"
     waits_for = "nothing, but no slack per hop"
     reference = "Narayanan et al. 2019, arXiv 1806.03377"
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return one_way(stages)
+    in_flight_per_hop = 1

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods.base import Asynchronous, one_way
+from offbeat.methods.base import Asynchronous
 from offbeat.schedules.schedule import Schedule
 
 
@@ -14,8 +14,7 @@ class PipeDream2BW(Asynchronous):
     Update: ``W[u+1] = Opt(W[u], mean gradient of step u at W[max(0, u-1)])``.
     Lag: 1 at every stage. Memory: 2 weight copies. ``accumulate`` must be at least the number of
     stages (the default), so that ``W[u-1]`` exists when step u begins.
-    Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021
-    (arXiv 2006.09503).
+    Reference: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".
 
     >>> PipeDream2BW().schedule(4).lags
     (1, 1, 1, 1)
@@ -27,11 +26,9 @@ class PipeDream2BW(Asynchronous):
     copies = "2"
     waits_for = "nothing, but no slack per hop"
     reference = "Narayanan et al. 2021, arXiv 2006.09503"
+    in_flight_per_hop = 1
 
     accumulate: int | None = None
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return one_way(stages)
 
     def schedule(self, stages: int) -> Schedule:
         micro_batches = self.micro_batches(stages)

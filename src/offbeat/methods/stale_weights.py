@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from offbeat.methods.base import Asynchronous, Rule, both_ways
+from offbeat.methods.base import Asynchronous, Rule
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,7 @@ class StaleWeights(Asynchronous):
     inside the vector-Jacobian products.
     Lag: ``2(K-1-k)``. Memory: one set of weights, lag + 1 graphs.
     Reference: Zhang, Abdelrahman, "Pipelined Training with Stale Weights of Deep Convolutional
-    Neural Networks", 2019 (arXiv 1912.12675). Its hybrid scheme is
-    ``Phases((StaleWeights(), updates), (Synchronous(), None))``.
+    Neural Networks". Its hybrid scheme is :class:`offbeat.Phases`.
 
     >>> StaleWeights().schedule(4).lags
     (6, 4, 2, 0)
@@ -26,8 +25,6 @@ class StaleWeights(Asynchronous):
     copies = "1"
     waits_for = "nothing"
     reference = "Zhang, Abdelrahman 2019, arXiv 1912.12675"
+    in_flight_per_hop = 2
 
     backward: Rule = field(default="current", kw_only=True)
-
-    def depths(self, stages: int) -> tuple[int, ...]:
-        return both_ways(stages)

@@ -1,5 +1,7 @@
-"""What a run can be asked about its own staleness."""
+"""What a run can be asked about its own staleness. Joining ``WATCHES`` is what adds a monitor."""
 
-from offbeat.monitors.monitor import Monitor
+from offbeat.monitors.monitor import Monitor as Monitor
+from offbeat.monitors.staleness import Staleness
+from offbeat.monitors.watch import Watch as Watch
 
-__all__ = ["Monitor"]
+WATCHES: tuple[type[Watch], ...] = (Staleness,)

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from offbeat.corrections.base import Hook, Numbers, Surroundings
+from offbeat.corrections.base import Numbers, Surroundings
 from offbeat.corrections.groups import Group, Tensors
 from offbeat.corrections.sample import Sample
-from offbeat.monitors.monitor import Monitor
+from offbeat.monitors.watch import Watch
 from offbeat.records.readings import What
 
 _DECAY = 0.9
 
 
-class Watch(Hook):
-    """The monitor at work in one stage with lag, on a sample of its coordinates.
+class Staleness(Watch):
+    """How stale the stage is, and how good its predictions are, on a sample of its coordinates.
 
     Staleness is ``lr / (1 - momentum) x curvature x lag``, the lag that of an update's parts on
     average, the curvature ``norm(g[t] - g[t-1]) / norm(w[t] - w[t-1])``. It counts the noise
@@ -25,16 +25,11 @@ class Watch(Hook):
 
     needs_before = True
 
-    def __init__(self, settings: Monitor, around: Surroundings) -> None:
-        self.settings = settings
-        self.needs_read = settings.probe
-        self.sample = Sample(around.parameters)
+    def __init__(self, around: Surroundings, sample: Sample) -> None:
+        super().__init__(around, sample)
         self._parameters = around.parameters
-        self._groups = around.groups
-        self.late = float(around.lag)
-        """Updates by which the parts of the last update were late, on average."""
         first = around.parameters[0].detach()
-        row = first.new_zeros(self.sample.size, dtype=self.sample.dtype)
+        row = first.new_zeros(sample.size, dtype=sample.dtype)
         self._gradient = row
         self._moved = row.new_zeros(())
         """The square of the last update's norm; 0 before there is one."""
@@ -42,7 +37,6 @@ class Watch(Hook):
         """Running means: change of the gradient, update, error predicted, error unpredicted."""
 
     def gradients(self, numbers: Numbers, read: Tensors | None) -> None:
-        del numbers, read
         now = self.sample.of(
             tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters)
         )
@@ -67,7 +61,7 @@ class Watch(Hook):
     def readings(self) -> Iterator[tuple[What, float]]:
         """The values of now, read back from the device."""
         change, moved, predicted, unpredicted = self._squares.tolist()
-        rates = [_effective_rate(group) for group in self._groups if group.parameters]
+        rates = [_effective_rate(group) for group in self.around.groups if group.parameters]
         if moved > 0 and all(math.isfinite(rate) for rate in rates):
             yield "staleness", max(rates) * math.sqrt(change / moved) * self.late
         if unpredicted > 0:

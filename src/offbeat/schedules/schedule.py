@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from offbeat.errors import ScheduleError
 from offbeat.schedules.table import Action, Kind, Table, parse_actions
@@ -80,13 +80,13 @@ class Schedule:
 
     def drain(self, stage: int, steps: int) -> tuple[Action, ...]:
         """What a stage still has to do after ``steps`` steps, so that all of it is applied."""
-        left = []
-        for step in range(steps, steps + self._full_step(stage)):
-            for action in self.row(stage, step):
-                end = steps if action.kind == "U" else steps * self.micro_batches
-                if action.kind != "F" and action.batch < end:
-                    left.append(action)
-        return tuple(left)
+        ends = {"F": 0, "B": steps * self.micro_batches, "U": steps}
+        return tuple(
+            action
+            for step in range(steps, steps + self._full_step(stage))
+            for action in self.row(stage, step)
+            if action.batch < ends[action.kind]
+        )
 
     def table(self, steps: int, *, drain: bool = True) -> Table:
         """The first ``steps`` steps of all stages, with the drain as a last row."""
@@ -204,7 +204,7 @@ def _steps_behind(slot: Slot, micro_batches: int) -> int:
 
 def _cycle_of(actions: Sequence[Action], micro_batches: int) -> Cycle:
     """A cycle from its spelled-out first whole repetition."""
-    step = min(action.batch for action in actions if action.kind == "F") // max(1, micro_batches)
+    step = min(action.batch for action in actions if action.kind == "F") // micro_batches
     return tuple(
         Slot("U", action.batch - step)
         if action.kind == "U"
@@ -227,7 +227,7 @@ def _flags(schedule: Schedule) -> str:
 _EXAMPLE = "'stage 0: fill 0F0 | cycle 0F1 0B0 0U0 | drain 0B1 0U1', with '-' for nothing."
 
 
-def _part(line: str, name: Literal["fill", "cycle", "drain"]) -> str:
+def _part(line: str, name: str) -> str:
     part = re.search(rf"\b{name}\b([^|]*)", line)
     if part is None:
         raise ScheduleError(f"{line!r} has no {name!r} part. A stage reads: {_EXAMPLE}")
@@ -237,8 +237,7 @@ def _part(line: str, name: Literal["fill", "cycle", "drain"]) -> str:
 def _compare(schedule: Schedule, lines: Sequence[str]) -> None:
     written = [line for line in str(schedule).splitlines() if not line.startswith("#")]
     for stage, (line, ours) in enumerate(zip(lines, written, strict=True)):
-        parts: tuple[Literal["fill", "drain"], ...] = ("fill", "drain")
-        for part in parts:
+        for part in ("fill", "drain"):
             if parse_actions(_part(line, part), stage) != parse_actions(_part(ours, part), stage):
                 raise ScheduleError(
                     f"stage {stage}: the {part} does not belong to the cycle.\n"

@@ -168,29 +168,24 @@ class Table:
         return spans
 
     def _raise_if_stuck(self, flat: Sequence[Sequence[Action]], done: Sequence[int]) -> None:
-        stuck = [stage for stage in range(self.stages) if done[stage] < len(flat[stage])]
-        if not stuck:
-            return
         lines = []
-        for stage in stuck:
-            action = flat[stage][done[stage]]
-            need = self.needs(action)
-            cause = "the other stages to end the step" if need is None else f"{need}"
-            lines.append(f"worker {stage} waits at {action} for {cause}")
-            lines.append(_point(flat[stage], done[stage]))
-        raise Deadlock("nobody can go on:\n" + "\n".join(lines))
+        for stage, (order, count) in enumerate(zip(flat, done, strict=True)):
+            if count < len(order):
+                cause = self.needs(order[count]) or "the other stages to end the step"
+                lines.append(f"worker {stage} waits at {order[count]} for {cause}")
+                lines.append(_point(order, count))
+        if lines:
+            raise Deadlock("nobody can go on:\n" + "\n".join(lines))
 
     def grid(self) -> str:
         """Stages down, ticks across: each forward and backward one tick, updates none."""
         cells: dict[tuple[int, int], str] = {}
-        for span in self.walk():
-            if span.action.kind != "U":
-                name = str(span.action).removeprefix(str(span.action.stage))
-                cells[span.action.stage, round(span.start)] = name
+        for action, start, _ in self.walk():
+            if action.kind != "U":
+                name = str(action).removeprefix(str(action.stage))
+                cells[action.stage, round(start)] = name
         ticks = 1 + max((tick for _, tick in cells), default=0)
-        width = 1 + max(
-            chain((len(cell) for cell in cells.values()), (len(str(ticks)),), (2,)), default=2
-        )
+        width = 1 + max(2, len(str(ticks)), *map(len, cells.values()))
         head = "tick".ljust(9) + "".join(str(tick).rjust(width) for tick in range(ticks))
         body = [
             f"stage {stage}".ljust(9)

@@ -1,6 +1,6 @@
 """How long a schedule takes when every action has a cost: busy share and speed-up, no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import fmean
@@ -38,14 +38,15 @@ class Costs:
         if any(not share > 0 for share in self.share):
             raise ConfigurationError(f"share={tuple(self.share)}: give positive numbers.")
 
-    def weight(self, stage: int, stages: int) -> float:
+    def weights(self, stages: int) -> list[float]:
+        """Of all stages; their mean is 1."""
         if not self.share:
-            return 1.0
+            return [1.0] * stages
         if len(self.share) != stages:
             raise ConfigurationError(
                 f"share has {len(self.share)} entries for {stages} stages: give one per stage."
             )
-        return self.share[stage] / fmean(self.share)
+        return [share / fmean(self.share) for share in self.share]
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def timeline(
         )
     costs = costs or Costs()
     schedule = method.schedule(stages)
-    cost = _ActionCost(schedule, method, costs)
+    cost = _cost_of_actions(schedule, method, costs)
     # The steady state is the slope between two runs that are both longer than the fill.
     more = max(4, -(-4 * stages // schedule.micro_batches))
     short = 2 * schedule.fill_steps + more
@@ -133,8 +134,7 @@ def timeline(
         for count in (short, short + more)
     ]
     step_time = (ends[1] - ends[0]) / more
-    weights = [costs.weight(stage, stages) for stage in range(stages)]
-    one_device = sum(weight * (costs.forward + costs.backward) for weight in weights)
+    one_device = sum(weight * (costs.forward + costs.backward) for weight in costs.weights(stages))
     steady = schedule.fill_steps
     work = sum(cost(action) for stage in range(stages) for action in schedule.row(stage, steady))
     return Timeline(
@@ -173,26 +173,20 @@ def measured_timeline(ledger: Ledger) -> Timeline:
     )
 
 
-class _ActionCost:
-    """Cost of an action: its stage's share of a batch, recomputation where the rule needs it."""
-
-    def __init__(self, schedule: Schedule, method: Method, costs: Costs) -> None:
-        scale = [
-            costs.weight(stage, schedule.stages) / schedule.micro_batches
-            for stage in range(schedule.stages)
-        ]
-        # A stage without lag keeps its graph: there is nothing to compute again.
-        again = [
-            costs.recompute if method.rule == "recompute" and schedule.in_flight(stage) else 0.0
-            for stage in range(schedule.stages)
-        ]
-        self._forward = [costs.forward * s for s in scale]
-        self._backward = [(costs.backward + r) * s for s, r in zip(scale, again, strict=True)]
-
-    def __call__(self, action: Action) -> float:
-        if action.kind == "U":
-            return 0.0
-        return (self._forward if action.kind == "F" else self._backward)[action.stage]
+def _cost_of_actions(schedule: Schedule, method: Method, costs: Costs) -> Callable[[Action], float]:
+    """A stage's share of a batch, with recomputation where the rule needs it."""
+    scale = [weight / schedule.micro_batches for weight in costs.weights(schedule.stages)]
+    # A stage without lag keeps its graph: there is nothing to compute again.
+    again = [
+        costs.recompute if method.rule == "recompute" and schedule.in_flight(stage) else 0.0
+        for stage in range(schedule.stages)
+    ]
+    of_kind = {
+        "F": [costs.forward * share for share in scale],
+        "B": [(costs.backward + more) * share for share, more in zip(scale, again, strict=True)],
+        "U": [0.0] * schedule.stages,
+    }
+    return lambda action: of_kind[action.kind][action.stage]
 
 
 def _label(action: Action) -> str:

@@ -66,7 +66,7 @@ class Recipe:
         self, methods: Iterable[Method], modules: Sequence[nn.Module], batch: Nest
     ) -> list[nn.Module | None]:
         """An auxiliary head per stage but the last where a method trains with local losses."""
-        method = next((method for method in methods if method.needs_heads), None)
+        method = next((method for method in methods if method.local_losses), None)
         if method is None or len(modules) == 1:
             return [None] * len(modules)
         factory = method.head_factory or default_head

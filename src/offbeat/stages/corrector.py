@@ -11,10 +11,10 @@ from torch.optim import Optimizer, SparseAdam
 
 from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
 from offbeat.corrections.groups import Group, Tensors, groups_of
+from offbeat.corrections.sample import Sample
 from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
-from offbeat.monitors.monitor import Monitor
-from offbeat.monitors.staleness import Watch
+from offbeat.monitors import WATCHES, Monitor, Watch
 from offbeat.records.readings import What
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight, Flights
@@ -106,7 +106,9 @@ class Corrector:
         self.active = False
         """Whether there is anything to correct or to watch in this fill; if not, nobody asks."""
         self._groups: list[Group] = []
-        self._watch: Watch | None = None
+        self._watches: list[Watch] = []
+        self._sample: Sample | None = None
+        """Of the weights, for the monitors; None where nobody watches."""
         self._predictor: Hook | None = None
         """The one correction that chooses the weights of forwards."""
         self._rewinder: Hook | None = None
@@ -120,15 +122,18 @@ class Corrector:
         self._groups = groups_of(optimizers)
         self.generation += 1
         around = self._surroundings(fill.lag, self._groups)
-        self.hooks = [correction.hook(around) for correction in self._corrections]
-        self._watch = None if self._monitor is None else Watch(self._monitor, around)
-        if self._watch is not None:  # first, so that it sees gradients as they arrive
-            self.hooks.insert(0, self._watch)
+        self._sample, self._watches = None, []
+        if self._monitor is not None:
+            self._sample = Sample(self._parameters)
+            self._watches = [watch(around, self._sample) for watch in WATCHES]
+        hooks = [correction.hook(around) for correction in self._corrections]
+        self.hooks = [*self._watches, *hooks]  # watches see gradients as they arrive
         self.active = bool(self.hooks)
         self._predictor = next((h for h in self.hooks if overrides(h, "forward_weights")), None)
         self._rewinder = next((h for h in self.hooks if overrides(h, "backward_weights")), None)
         self._read = self._before = None
-        if any(hook.needs_read for hook in self.hooks):
+        probes = self._monitor is not None and self._monitor.probe
+        if probes or any(hook.needs_read for hook in self.hooks):
             self._read = ReadWeights(self._parameters, fill.lag, fill.micro_batches)
         if any(hook.needs_before for hook in self.hooks):
             self._before = tuple(torch.zeros_like(p) for p in self._parameters)
@@ -153,7 +158,7 @@ class Corrector:
         """Whether updates of one lag are the same work each time."""
         if not self.active:
             return True
-        watched = self._read is not None or self._watch is not None
+        watched = self._read is not None or self._watches
         return not watched and all(hook.repeats for hook in self.hooks)
 
     @property
@@ -180,9 +185,9 @@ class Corrector:
             flight.read = predicted
             if predicted is None:
                 flight.read = self._read.keep(flight.version, values)
-        if self._watch is not None and predicted is not None:
+        if self._sample is not None and predicted is not None:
             own = self._parameters if values is None else tuple(values)
-            flight.judged = (self._watch.sample.of(predicted), self._watch.sample.of(own))
+            flight.judged = (self._sample.of(predicted), self._sample.of(own))
         return used
 
     def _prediction(self, flight: Flight, newest: int) -> Tensors | None:
@@ -211,8 +216,8 @@ class Corrector:
     def update(self, version: int) -> Iterator[None]:
         """Around the optimizers' steps of the update that ends ``version``."""
         moment = Moment(self._flights.lag(version), version)
-        if self._watch is not None and self._flights.landed:
-            self._watch.late = self._flights.mean_lag(version)
+        for watch in self._watches if self._flights.landed else ():
+            watch.late = self._flights.mean_lag(version)
         with self._tuned(moment):
             numbers = [hook.numbers(moment) for hook in self.hooks]
             with torch.no_grad():
@@ -232,9 +237,7 @@ class Corrector:
 
     def _fill_sparse_gradients(self) -> None:
         """What changes gradients goes element by element."""
-        changes = any(
-            overrides(hook, "gradients") for hook in self.hooks if hook is not self._watch
-        )
+        changes = any(overrides(hook, "gradients") for hook in self._acting)
         for parameter in self._parameters if changes else ():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
@@ -263,8 +266,9 @@ class Corrector:
 
     def _judge_predictions(self) -> None:
         for flight in self._flights.landed:
-            if self._watch is not None and flight.judged is not None:
-                self._watch.judge(*flight.judged)
+            if flight.judged is not None:
+                for watch in self._watches:
+                    watch.judge(*flight.judged)
 
     def _weights_read(self) -> Tensors | None:
         if self._read is None:
@@ -274,17 +278,17 @@ class Corrector:
     # ---------------------------------------------------------------- monitors
 
     def due(self, version: int) -> bool:
-        """Whether the monitor is to be read, once at each version."""
-        if self._watch is None or version in (0, self._last_read):
+        """Whether the monitors are to be read, once at each version."""
+        if self._monitor is None or not self._watches or version in (0, self._last_read):
             return False
-        return version % self._watch.settings.every == 0
+        return version % self._monitor.every == 0
 
     def readings(self, version: int) -> list[tuple[What, float]]:
-        """What the monitor reads, if it is due."""
-        if self._watch is None or not self.due(version):
+        """What the monitors read, if they are due."""
+        if not self.due(version):
             return []
         self._last_read = version
-        return list(self._watch.readings())
+        return [reading for watch in self._watches for reading in watch.readings()]
 
     def stale_weights(self) -> dict[nn.Parameter, Tensor] | None:
         """What the forward of the next gradient to be applied read; None if that is the newest."""
@@ -310,7 +314,7 @@ class Corrector:
         """All it remembers but for what flights hold, as plain values and tensors."""
         return {
             "corrections": self.state_dict(),
-            "watch": [] if self._watch is None else [t.clone() for t in tensors_of(self._watch)],
+            "watch": [tensor.clone() for tensor in self._watched()],
             "read": None if self._read is None else self._read.snapshot(),
             "last_read": self._last_read,
         }
@@ -327,8 +331,8 @@ class Corrector:
                 " anew, and the run will not end with the bits of one that was never disturbed.",
                 stacklevel=2,
             )
-        if self._watch is not None and state["watch"]:
-            for tensor, value in zip(tensors_of(self._watch), state["watch"], strict=True):
+        if len(state["watch"]) == len(self._watched()):  # or of other monitors
+            for tensor, value in zip(self._watched(), state["watch"], strict=True):
                 tensor.copy_(value)
         if self._read is not None and state["read"] is not None:
             self._read.restore(state["read"])
@@ -390,6 +394,15 @@ class Corrector:
             tensor.copy_(found[name])
         return True
 
+    @property
+    def _acting(self) -> list[Hook]:
+        """The corrections' own, one for each."""
+        return self.hooks[len(self._watches) :]
+
+    def _watched(self) -> list[Tensor]:
+        """What the monitors remember."""
+        return [tensor for watch in self._watches for tensor in tensors_of(watch)]
+
     def _sizes(self) -> list[int]:
         """Of the fill: memory of another one is of no use."""
         assert self._fill is not None
@@ -397,10 +410,9 @@ class Corrector:
 
     def _named_memory(self) -> dict[str, Tensor]:
         """Without the monitor's, which another run may do without."""
-        acting = [hook for hook in self.hooks if hook is not self._watch]
         return {
             f"{place}.{self._corrections[place].name}.{key}.{number}": tensor
-            for place, hook in enumerate(acting)
+            for place, hook in enumerate(self._acting)
             for key, tensors in hook.memory().items()
             for number, tensor in enumerate(tensors)
         }

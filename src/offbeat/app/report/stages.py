@@ -7,8 +7,14 @@ from statistics import median
 from offbeat.app.report import words
 from offbeat.app.report.facts import AtStage, Facts
 from offbeat.app.report.markup import Markup, join, note, per_run, place, table, tag
-from offbeat.records.readings import WHATS
+from offbeat.records.readings import WHATS, What
 
+_HEADS: dict[What, str] = {
+    "staleness": "staleness, median",
+    "prediction": "prediction error as a share of none",
+    "cosine": "cosine of stale and fresh gradients",
+}
+"""What a column is called, where the reading's own name would not do."""
 _MOST_LAGS = 16
 """Lines of a lag histogram; more lags are counted in ranges."""
 
@@ -86,13 +92,7 @@ def _readings(run: Facts) -> Markup:
         )
         for (replica, stage), of in sorted(values.items())
     ]
-    head = (
-        "stage",
-        "staleness, median",
-        "prediction error as a share of none",
-        "cosine of stale and fresh gradients",
-        "staleness, largest",
-    )
+    head = ("stage", *(_HEADS.get(what, what) for what in WHATS), "staleness, largest")
     return table("How stale, per stage", head, body, class_="numbers")
 
 
