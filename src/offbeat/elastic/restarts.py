@@ -1,20 +1,33 @@
-"""The launcher's part in a return: starts a dead replica's processes again."""
+"""The launcher's part in a return: it starts a dead replica's processes again."""
 
 import json
 import logging
+import os
 import subprocess
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import Store
-
-from offbeat.elastic.door import RESTARTS, RETURN, STAGES, VOID, returns_of
+from torch._C._distributed_c10d import PrefixStore, Store
 
 log = logging.getLogger("offbeat")
 
 Child = subprocess.Popen[bytes]
+RETURN, STAGES, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_STAGES", "OFFBEAT_RESTARTS"
+"""What the launcher tells its children: which return this is, of how many stages; may others."""
+VOID = "void"
+"""In place of the note by which a return is agreed on, when it has come to nothing."""
 
 
-class Returns:
+def returns_of(root: Store) -> Store:
+    """Where the launcher and its processes leave notes about returns."""
+    return PrefixStore("offbeat-returns", root)
+
+
+def return_number() -> int:
+    """Which return of a replica this process belongs to; 0 if it was there from the beginning."""
+    return int(os.environ.get(RETURN, "0"))
+
+
+class Restarts:
     """Looks after the children that belong to replicas that may come back."""
 
     def __init__(
