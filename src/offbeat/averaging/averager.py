@@ -93,23 +93,19 @@ class Averager:
         taken = version - self._local_from
         if self._plan is None or not self._fragments or taken <= 0:
             return []
+        every, delay = self._plan.every, self._plan.delay
         tasks = []
         for number, fragment in enumerate(self._fragments):
-            starts = taken % self._plan.every == self._plan.starts_at(number)
-            start = Task("S", "weights", version, number)
-            if starts and self._plan.delay == 0:
-                tasks += [start, Task("M", "weights", version, number)]
+            starts = taken % every == self._plan.starts_at(number)
+            start = [Task("S", "weights", version, number)] if starts else []
+            sent = version if starts and delay == 0 else fragment.started
+            merge = []
+            if sent is not None and version == sent + delay:
+                merge = [Task("M", "weights", sent, number)]
             elif starts and fragment.outer.sends_first:
-                sent = fragment.started
-                late = version if sent is None else sent
-                merge = Task("M", "weights", late, number, arrives=sent is not None)
-                tasks += [start, merge]
-            else:
-                sent = fragment.started
-                if sent is not None and version == sent + self._plan.delay:
-                    tasks.append(Task("M", "weights", sent, number))
-                if starts:
-                    tasks.append(start)
+                merge = [Task("M", "weights", version, number, arrives=False)]
+            starts_first = delay == 0 or fragment.outer.sends_first
+            tasks += start + merge if starts_first else merge + start
         return tasks
 
     def needs(self, task: Task) -> list[Key]:

@@ -1,6 +1,6 @@
 """CO2: an outer momentum over averages that are one round late."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from offbeat.averaging.base import Periodic, Plan, require_positive, require_sha
 from offbeat.averaging.outer import LateStep, Outer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CO2(Periodic):
     """``m <- momentum m + (X - z)/penalty; X <- X - lr clip(m); x <- X`` at the end of each round.
 
@@ -22,10 +22,10 @@ class CO2(Periodic):
     title = "CO2"
     reference = "Sun et al. 2024, arXiv 2401.16265"
 
-    outer_lr: float = field(default=1.0, kw_only=True)
-    outer_momentum: float = field(default=0.5, kw_only=True)
-    penalty: float = field(default=1.0, kw_only=True)
-    clip: float | None = field(default=None, kw_only=True)
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.5
+    penalty: float = 1.0
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

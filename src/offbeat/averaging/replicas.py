@@ -1,27 +1,14 @@
 """What the replicas of a model are together: their mean, for export, evaluation and a flush."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import flat
-from offbeat.averaging.averager import Averager
 from offbeat.averaging.base import Averaging
-from offbeat.stages.stage import Stage
-from offbeat.transport.base import Key, Transport
-
-
-class Member(Protocol):
-    """What is needed of a worker."""
-
-    @property
-    def stage(self) -> Stage: ...
-    @property
-    def averager(self) -> Averager | None: ...
-    @property
-    def transport(self) -> Transport: ...
+from offbeat.engines.worker import Worker
+from offbeat.transport.base import Key
 
 
 class Replicas:
@@ -33,7 +20,7 @@ class Replicas:
         self.asked = 0
         """How many means have been asked for; all replicas count alike."""
 
-    def settle(self, workers: Sequence[Member]) -> None:
+    def settle(self, workers: Sequence[Worker]) -> None:
         """Sets every replica to the mean of all, in place of any average still under way."""
         if self.averaging is None:
             return
@@ -48,28 +35,27 @@ class Replicas:
             worker.averager.settle()
 
     def states(
-        self, workers: Sequence[Member], *, first: bool = False
+        self, workers: Sequence[Worker], *, first: bool = False
     ) -> dict[int, dict[str, Tensor]]:
         """Weights and buffers per stage: the mean of all replicas, or those of the first."""
         if self.count == 1:
             return {worker.stage.index: state_of(worker.stage.module) for worker in workers}
         assert self.averaging is not None
+        local = self.averaging.statistics == "local"
         states = {}
         own = [state_of(worker.stage.module) for worker in workers]
         everyone = self._gather(workers, [list(state.values()) for state in own])
         for worker, state, replicas in zip(workers, own, everyone, strict=True):
             states[worker.stage.index] = {
-                name: values[0] if first or self._is_local(entry) else mean_of(values)
+                name: values[0]
+                if first or (local and not isinstance(entry, nn.Parameter))
+                else mean_of(values)
                 for (name, entry), values in zip(state.items(), replicas, strict=True)
             }
         return states
 
-    def _is_local(self, entry: Tensor) -> bool:
-        assert self.averaging is not None
-        return not isinstance(entry, nn.Parameter) and self.averaging.statistics == "local"
-
     def _gather(
-        self, workers: Sequence[Member], tensors: Sequence[Sequence[Tensor]]
+        self, workers: Sequence[Worker], tensors: Sequence[Sequence[Tensor]]
     ) -> list[list[tuple[Tensor, ...]]]:
         """Per worker and tensor the values in all replicas."""
         self.asked += 1

@@ -91,25 +91,21 @@ class CatchingUp:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._passed = 0
-        self._joins = pipeline.engine.returning
-
-    @property
-    def behind(self) -> bool:
+        self.behind = pipeline.engine.returning
         """Until the first batch is handed out, not only until the others let this replica in."""
-        return self._joins
 
     def rest_of(self, batches: Iterator[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         if self._pipeline.engine.returning:
             join(self._pipeline)
         for batch in batches:
-            if self._joins and self._passed < self._pipeline.position.step:
+            if self.behind and self._passed < self._pipeline.position.step:
                 self._passed += 1
                 continue
-            self._joins = False
+            self.behind = False
             yield batch
 
     def refuse_if_behind(self) -> None:
-        if self._joins:
+        if self.behind:
             raise StoppedError(
                 "this process takes the place of one that died and has not caught up with the"
                 " others yet: loop over trainer.batches(loader), which passes over the batches"
