@@ -1,11 +1,13 @@
 """CO2: an outer momentum over averages that are one round late."""
 
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from offbeat.averaging.base import Periodic, Plan, require_positive, require_share
-from offbeat.averaging.outer import LateStep, Outer
+from offbeat.averaging.outer import Outer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,29 @@ class CO2(Periodic):
             require_positive("clip", self.clip)
 
     def plan(self) -> Plan:
-        return Plan(every=self.every, delay=self.every, outer=self._late)
+        return Plan(every=self.every, delay=self.every, outer=partial(LateStep, settings=self))
 
-    def _late(self, start: Tensor, _replicas: int) -> Outer:
-        return LateStep(start, self.outer_lr, self.outer_momentum, self.penalty, self.clip)
+
+class LateStep(Outer):
+    """A step along the momentum of the gap to an average that is one round late."""
+
+    sends_first = True
+    remembers = ("_old", "_m")
+
+    def __init__(self, start: Tensor, _replicas: int, *, settings: CO2) -> None:
+        self._old = start
+        self._m = torch.zeros_like(start)
+        self._settings = settings
+
+    def target(self, mean: Tensor | None, _now: Tensor) -> Tensor | None:
+        if mean is None:
+            return None
+        own = self._settings
+        self._m = own.outer_momentum * self._m + (self._old - mean) / own.penalty
+        if own.clip is not None:
+            self._m = self._m.clamp(-own.clip, own.clip)
+        self._old = self._old - own.outer_lr * self._m
+        return self._old
+
+    def settle(self, weights: Tensor) -> None:
+        self._old = weights
