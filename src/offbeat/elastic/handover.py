@@ -23,8 +23,7 @@ State = dict[str, Any]
 def let_in(pipeline: Pipeline) -> None:
     """Before a step: drains the pipe and gives all that is needed to whoever has come back."""
     membership = pipeline.engine.membership
-    found = None if membership is None else membership.admission(pipeline.position.step)
-    if membership is None or found is None:
+    if membership is None or (found := membership.admission(pipeline.position.step)) is None:
         return
     admission, pair = found
     pipeline.drain()

@@ -58,12 +58,11 @@ class Restarts:
             if not self._store.check(["stages"]):
                 return  # nobody has come as far as to go on without another
             self._stages = int(self._store.get("stages"))
-        running = [child.poll() is None for child in self._children]
-        for first in range(0, len(self._children), self._stages):
+        ended = [child.poll() for child in self._children]
+        for first in range(0, len(ended), self._stages):
             row = range(first, first + self._stages)
-            failed = any(self._children[rank].poll() not in (None, 0) for rank in row)
-            others = any(running[rank] for rank in range(len(running)) if rank not in row)
-            if failed and others and not any(running[rank] for rank in row):
+            of_row = ended[first : first + self._stages]
+            if None not in of_row and any(of_row) and None in ended:
                 self._start_again(row)
                 return
 

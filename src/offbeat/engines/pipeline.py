@@ -101,7 +101,7 @@ class Pipeline:
             for stage in self.recipe.stages(modules, heads, placement.stages_of(replica), replica):
                 stage.norm_order = norm_order
                 stage.names |= names
-                guard = Guard(self.setup.guards, stage, names, self.engine.updates)
+                guard = Guard(self.setup.guards, stage, self.engine.updates)
                 transport = self.engine.transports[replica]
                 self.engine.workers.append(self._worker(stage, transport, guard))
                 # Now, not when a later phase begins, corrections say what they do not fit.

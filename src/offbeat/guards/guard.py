@@ -19,7 +19,7 @@ the norms of their gradients, as clipping does.
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -92,17 +92,13 @@ class Guards:
 class Guard:
     """Watches one stage of one replica; without ``guards`` only at losses that are read anyway."""
 
-    def __init__(
-        self, guards: Guards | None, stage: Stage, names: Mapping[int, str], updates: Updates
-    ) -> None:
-        """``names``: of the parameters in the unsplit model, by their id."""
+    def __init__(self, guards: Guards | None, stage: Stage, updates: Updates) -> None:
         self._guards = guards or Guards(nonfinite="warn")
         self.looks = guards is not None
         """Whether it looks at gradients."""
         self.agrees = self.looks and self._guards.drops
         """Whether it needs the norms of all stages where none lags."""
         self._stage = stage
-        self._names = names
         self._updates = updates
         self._copies: deque[Copy] = deque(maxlen=2 if self._rolls_back else 1)
         self._part = "batch"
@@ -248,15 +244,9 @@ class Guard:
         return f"{' and '.join(found)} of {values.numel()} in {self._name(bad[0])}{more}"
 
     def _name(self, parameter: nn.Parameter) -> str:
-        if id(parameter) in self._names:
-            return repr(self._names[id(parameter)])
-        places = [
-            name
-            for module in self._stage.modules
-            for name, own in module.named_parameters()
-            if own is parameter
-        ]
-        return f"{places[0]!r} of the stage's auxiliary head"
+        head, name = self._stage.head, repr(self._stage.names[id(parameter)])
+        of_head = head is not None and any(parameter is own for own in head.parameters())
+        return f"{name} of the stage's auxiliary head" if of_head else name
 
 
 _REMEDY = (
