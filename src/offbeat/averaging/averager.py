@@ -51,7 +51,7 @@ class Averager:
         self._replicas = replicas
         self._transport = transport
         self._ledger = ledger
-        self._trainable = [p for p in stage.parameters if p.requires_grad]
+        self._trainable = stage.trainable
         if self._plan is None or averaging.warmup:
             _refuse_sparse_only(averaging, stage)
         if self._plan is not None and self._plan.partners is not None and not averaging.exact:
@@ -205,7 +205,7 @@ def _refuse_sparse_only(averaging: Averaging, stage: Stage) -> None:
 
 def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:
     """The stage's trainable parameters, layer i in fragment i modulo ``fragments``."""
-    trainable = [p for p in stage.parameters if p.requires_grad]
+    trainable = stage.trainable
     for parameter in trainable:
         if parameter.is_complex():
             raise ConfigurationError(
