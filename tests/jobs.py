@@ -472,7 +472,7 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
     import threading
     import time
 
-    from offbeat.elastic.door import return_number
+    from offbeat.elastic.restarts import return_number
     from offbeat.engines.feed import checksum_of
 
     said: list[str] = []
@@ -498,7 +498,8 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
     def wait_for_return() -> None:
         """However long it takes; from the promise on, steps are what it takes."""
         assert isinstance(trainer._engine, Processes)
-        door = trainer._engine.door
+        assert trainer._engine.membership is not None
+        door = trainer._engine.membership.door
         while door is not None and door._promised is None and door._admission is None:
             away = sum(("is gone" in words) - ("is back" in words) for words in said)
             if away <= 0:

@@ -37,10 +37,13 @@ from offbeat.averaging import (
     flat,
 )
 from offbeat.averaging.averager import Averager, Task
+from offbeat.averaging.co2 import LateStep
 from offbeat.averaging.compression import Int8, codec_for
+from offbeat.averaging.diloco import Step
+from offbeat.averaging.eager_diloco import EagerStep
 from offbeat.averaging.fragment import Fragment
 from offbeat.averaging.moments import Moments
-from offbeat.averaging.outer import EagerStep, LateStep, Mean, Step
+from offbeat.averaging.outer import Mean
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import ADL, DSP, GPipe, Method, PipeDream, StaleWeights, Synchronous
 from offbeat.stages.stage import Stage

@@ -458,7 +458,7 @@ def test_every_phase_is_held_to_the_bound() -> None:
 
 def test_a_lag_above_the_bound_is_caught_where_it_is_measured() -> None:
     stage = Stage(Network(0, nn.Linear(2, 2), seed=0, device=torch.device("cpu")))
-    guard = Guard(Guards(max_lag=1), stage, {}, Updates())
+    guard = Guard(Guards(max_lag=1), stage, Updates())
     stage.flights.take_off(Flight(batch=7, version=0))
     stage.flights.land(7)
     stage.version = 2

@@ -6,11 +6,11 @@ import copy
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +22,11 @@ import jobs
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, vector_batches
 from offbeat.averaging import LocalSGD
-from offbeat.elastic import door as joining
-from offbeat.elastic.door import Admission, Door, returns_of
-from offbeat.elastic.survivors import Survivors
+from offbeat.elastic import membership
+from offbeat.elastic.membership import Door
+from offbeat.elastic.restarts import returns_of
+from offbeat.elastic.survivors import Admission, Survivors
+from offbeat.engines.placement import Placement
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.rng import seed_for
 from offbeat.transport.link import Pair
@@ -209,7 +211,7 @@ def test_all_agree_on_every_average_around_a_return(
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Replica 1 of three is back and connected with 0 and 2; of these 2 has promised nothing."""
     none: Any = None
-    monkeypatch.setattr(joining, "_connect", lambda *_, **__: Pair(none, none))
+    monkeypatch.setattr(membership, "_connect", lambda *_, **__: Pair(none, none))
     made = HashStore()
     for name, value in {"who": "1", "here/0": "yes", "stands/2": "yes"}.items():
         returns_of(made).set(f"1/{name}", value)
@@ -219,13 +221,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 @contextmanager
 def door(store: Store, rank: int, timeout_s: float, *, done: bool = False) -> Iterator[Door]:
     """Of a replica that is ``done`` with the run, or that has promised not to begin step 1."""
-    closed = threading.Event()
-    if done:
-        closed.set()
+    survivors: Any = SimpleNamespace(has_lost=lambda _: not done, closing=done)
+    mailbox: Any = SimpleNamespace(failure=None)
     made = Door(
-        store, rank, 1, 3, lost=lambda _: not done, dead=lambda life: life == 1,
-        closed=closed.is_set, failure=lambda: None, lives={0: 0, 1: 1, 2: 2}, after=0,
-        timeout_s=timeout_s,
+        store, Placement.one_each(1, 3, rank), survivors, mailbox, lambda life: life == 1,
+        {0: 0, 1: 1, 2: 2}, timeout_s=timeout_s,
     )  # fmt: skip
     made.start()
     deadline = time.monotonic() + 20
@@ -233,7 +233,7 @@ def door(store: Store, rank: int, timeout_s: float, *, done: bool = False) -> It
         assert time.monotonic() < deadline
         time.sleep(0.01)
     yield made
-    closed.set()
+    survivors.closing = True
     made.join()
 
 

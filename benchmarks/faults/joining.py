@@ -30,7 +30,7 @@ import offbeat  # noqa: E402
 from helpers import OPTIMIZERS, trainer_for, vector_batches  # noqa: E402
 from jobs import dropout_net  # noqa: E402
 from offbeat.averaging import AllReduce, Averaging, DaSGD, DiLoCo, LocalSGD  # noqa: E402
-from offbeat.elastic.door import return_number  # noqa: E402
+from offbeat.elastic.restarts import return_number  # noqa: E402
 from offbeat.engines.feed import checksum_of  # noqa: E402
 from offbeat.engines.processes import Processes  # noqa: E402
 from offbeat.errors import OffbeatError, WorkerLost  # noqa: E402
@@ -132,7 +132,8 @@ def train(plan: Plan) -> dict[str, Any]:
 def is_awaited(trainer: offbeat.Trainer, said: list[str]) -> bool:
     """Whether a replica is away and steps are not what it takes to let it in."""
     assert isinstance(trainer._engine, Processes)
-    door = trainer._engine.door
+    assert trainer._engine.membership is not None
+    door = trainer._engine.membership.door
     away = sum(("is gone" in words) - ("is back" in words) for words in said)
     return away > 0 and door is not None and door._promised is None and door._admission is None
 

@@ -15,7 +15,7 @@ from offbeat.checkpoints import Checkpoints, Resumed
 from offbeat.corrections import Correction, Monitor
 from offbeat.cutting.cut import Cuts, Model
 from offbeat.cutting.ways import plan_cut
-from offbeat.elastic.joining import CatchingUp, let_in
+from offbeat.elastic.handover import CatchingUp, let_in
 from offbeat.engines import checks, evaluation, feed, probe
 from offbeat.engines.choice import EngineName, start_engine
 from offbeat.engines.evaluation import Evaluation

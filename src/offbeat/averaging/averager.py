@@ -51,7 +51,7 @@ class Averager:
         self._replicas = replicas
         self._transport = transport
         self._ledger = ledger
-        self._trainable = [p for p in stage.parameters if p.requires_grad]
+        self._trainable = stage.trainable
         if self._plan is None or averaging.warmup:
             _refuse_sparse_only(averaging, stage)
         if self._plan is not None and self._plan.partners is not None and not averaging.exact:
@@ -93,23 +93,19 @@ class Averager:
         taken = version - self._local_from
         if self._plan is None or not self._fragments or taken <= 0:
             return []
+        every, delay = self._plan.every, self._plan.delay
         tasks = []
         for number, fragment in enumerate(self._fragments):
-            starts = taken % self._plan.every == self._plan.starts_at(number)
-            start = Task("S", "weights", version, number)
-            if starts and self._plan.delay == 0:
-                tasks += [start, Task("M", "weights", version, number)]
+            starts = taken % every == self._plan.starts_at(number)
+            start = [Task("S", "weights", version, number)] if starts else []
+            sent = version if starts and delay == 0 else fragment.started
+            merge = []
+            if sent is not None and version == sent + delay:
+                merge = [Task("M", "weights", sent, number)]
             elif starts and fragment.outer.sends_first:
-                sent = fragment.started
-                late = version if sent is None else sent
-                merge = Task("M", "weights", late, number, arrives=sent is not None)
-                tasks += [start, merge]
-            else:
-                sent = fragment.started
-                if sent is not None and version == sent + self._plan.delay:
-                    tasks.append(Task("M", "weights", sent, number))
-                if starts:
-                    tasks.append(start)
+                merge = [Task("M", "weights", version, number, arrives=False)]
+            starts_first = delay == 0 or fragment.outer.sends_first
+            tasks += start + merge if starts_first else merge + start
         return tasks
 
     def needs(self, task: Task) -> list[Key]:
@@ -209,7 +205,7 @@ def _refuse_sparse_only(averaging: Averaging, stage: Stage) -> None:
 
 def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:
     """The stage's trainable parameters, layer i in fragment i modulo ``fragments``."""
-    trainable = [p for p in stage.parameters if p.requires_grad]
+    trainable = stage.trainable
     for parameter in trainable:
         if parameter.is_complex():
             raise ConfigurationError(

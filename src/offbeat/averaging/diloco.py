@@ -1,11 +1,14 @@
 """DiLoCo: an outer optimizer steps along what the replicas learnt on average."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from offbeat.averaging.base import Periodic, Plan, require_positive, require_share
-from offbeat.averaging.outer import Outer, Step
+from offbeat.averaging.outer import Outer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,35 @@ class OuterSettings(Periodic):
         require_positive("outer_lr", self.outer_lr)
         require_share("outer_momentum", self.outer_momentum, "usually 0.9")
 
-    def _step(self, start: Tensor, _replicas: int) -> Outer:
-        return Step(start, self.outer_lr, self.outer_momentum, self.nesterov)
+
+class Step(Outer):
+    """X is one step of an outer optimizer from the last X, along the average change since."""
+
+    sends = "changes"
+    remembers: ClassVar[tuple[str, ...]] = ("_base", "_velocity")
+
+    def __init__(self, start: Tensor, _replicas: int, *, settings: OuterSettings) -> None:
+        self._base = start
+        self._velocity = torch.zeros_like(start)
+        self._settings = settings
+
+    def part(self, now: Tensor) -> Tensor:
+        return self._base - now
+
+    def target(self, mean: Tensor | None, _now: Tensor) -> Tensor | None:
+        if mean is None:
+            return None
+        self._base = self._stepped(mean)
+        return self._base
+
+    def _stepped(self, change: Tensor) -> Tensor:
+        momentum = self._settings.outer_momentum
+        self._velocity = momentum * self._velocity + change
+        ahead = change + momentum * self._velocity if self._settings.nesterov else self._velocity
+        return self._base - self._settings.outer_lr * ahead
+
+    def settle(self, weights: Tensor) -> None:
+        self._base = weights
 
 
 @dataclass(frozen=True)
@@ -38,4 +68,4 @@ class DiLoCo(OuterSettings):
     reference = "Douillard et al. 2023, arXiv 2311.08105"
 
     def plan(self) -> Plan:
-        return Plan(every=self.every, outer=self._step)
+        return Plan(every=self.every, outer=partial(Step, settings=self))

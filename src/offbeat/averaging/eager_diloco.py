@@ -1,12 +1,12 @@
 """Eager DiLoCo: a replica's own share of the average is fresh, the others' one round late."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from offbeat.averaging.base import Plan
-from offbeat.averaging.diloco import OuterSettings
-from offbeat.averaging.outer import EagerStep, Outer
+from offbeat.averaging.diloco import OuterSettings, Step
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,33 @@ class EagerDiLoCo(OuterSettings):
         return False
 
     def plan(self) -> Plan:
-        return Plan(every=self.every, delay=self.every, outer=self._eager)
+        outer = partial(EagerStep, settings=self)
+        return Plan(every=self.every, delay=self.every, outer=outer)
 
-    def _eager(self, start: Tensor, replicas: int) -> Outer:
-        return EagerStep(start, replicas, self.outer_lr, self.outer_momentum, self.nesterov)
+
+class EagerStep(Step):
+    """The step uses a replica's own fresh change, and the others' from one round ago.
+
+    A part is taken right before the step below, which still needs what was sent the last time.
+    """
+
+    sends_first = True
+    remembers = (*Step.remembers, "_sent")
+
+    def __init__(self, start: Tensor, replicas: int, *, settings: OuterSettings) -> None:
+        super().__init__(start, replicas, settings=settings)
+        self._replicas = replicas
+        self._sent: Tensor | None = None
+
+    def target(self, mean: Tensor | None, now: Tensor) -> Tensor | None:
+        own = self._base - now
+        change = own / self._replicas
+        if mean is not None and self._sent is not None:
+            change = change + (mean - self._sent / self._replicas)
+        self._sent = own
+        self._base = self._stepped(change)
+        return self._base
+
+    def settle(self, weights: Tensor) -> None:
+        super().settle(weights)
+        self._sent = None

@@ -81,51 +81,41 @@ class Fragment:
 
     def merge(self, version: int, gathered: Gathered | None) -> None:
         """Moves this replica's weights to, or towards, what the outer rule makes of the average."""
-        mean, left, parts = None, None, []
+        mean, left = None, None
         if gathered is not None:
             left = self.under_way.pop(version)
-            parts = self._parts_of_partners(left, gathered)
-            mean = self._mean_of(left, parts, gathered)
+            of_all, gathered = gathered, self._of_partners(left.round, gathered)
+            mean = self._mean_of(gathered)
+            if left.known is not None:
+                mean = self._known = left.known + mean
+                if gathered is not of_all:  # what partners agree on the others do not know
+                    self._known = left.known + self._mean_of(of_all)
         self._now = now = flatten(self._parameters, self._now)
         target = self.outer.target(mean, now)
         if target is None:
             return
         write(self._merged(target, now, None if left is None else left.weights), self._parameters)
-        if left is not None and left.moments:
-            sent = [of_one[self._codec.width :] for of_one in parts]
+        if left is not None and gathered is not None and left.moments:
+            sent = [of_one[self._codec.width :] for of_one in gathered.parts]
             self._moments.merge(left.moments, sent, self._plan.keep)
         elif self._policy == "reset":
             for optimizer in self._stage.optimizers:
                 for parameter in self._parameters:
                     optimizer.state.pop(parameter, None)
 
-    def _parts_of_partners(self, left: Departure, gathered: Gathered) -> list[list[Tensor]]:
+    def _of_partners(self, round: int, gathered: Gathered) -> Gathered:
         if self._plan.partners is None:
-            return gathered.parts
-        members = self._plan.members(left.round, self._stage.replica, self._replicas)
+            return gathered
+        members = self._plan.members(round, self._stage.replica, self._replicas)
         senders = range(self._replicas) if gathered.senders is None else gathered.senders
-        return [
-            of_one
-            for sender, of_one in zip(senders, gathered.parts, strict=True)
-            if sender in members
-        ]
+        pairs = zip(senders, gathered.parts, strict=True)
+        parts = [of_one for sender, of_one in pairs if sender in members]
+        return gathered._replace(parts=parts, replicas=len(parts))
 
-    def _mean_of(
-        self, left: Departure, parts: Sequence[Sequence[Tensor]], gathered: Gathered
-    ) -> Tensor:
-        everybody = parts is gathered.parts
-        mean = self._decoded_mean(parts, gathered.replicas if everybody else len(parts))
-        if left.known is not None:
-            of_all = mean
-            if not everybody:
-                of_all = self._decoded_mean(gathered.parts, gathered.replicas)
-            self._known = left.known + of_all
-            mean = self._known if everybody else left.known + mean
-        return mean
-
-    def _decoded_mean(self, parts: Sequence[Sequence[Tensor]], replicas: int) -> Tensor:
+    def _mean_of(self, gathered: Gathered) -> Tensor:
         width = self._codec.width
-        return mean_of([self._codec.decode(of_one[:width]) for of_one in parts], replicas)
+        vectors = [self._codec.decode(of_one[:width]) for of_one in gathered.parts]
+        return mean_of(vectors, gathered.replicas)
 
     def _merged(self, target: Tensor, now: Tensor, sent: Tensor | None) -> Tensor:
         """X + keep (x_sent - X) + progress (x - x_sent), written over ``now``.

@@ -1,11 +1,12 @@
 """Overlap-Local-SGD: replicas are pulled towards an anchor that is averaged a round late."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from offbeat.averaging.base import Periodic, Plan, require_share
-from offbeat.averaging.outer import Anchor, Outer
+from offbeat.averaging.outer import Outer
 from offbeat.errors import ConfigurationError
 
 
@@ -34,7 +35,34 @@ class OverlapLocalSGD(Periodic):
             raise ConfigurationError("momentum=1: the anchor would never settle; give less than 1.")
 
     def plan(self) -> Plan:
-        return Plan(every=self.every, delay=self.every, keep=1 - self.pull, outer=self._outer)
+        outer = partial(Anchor, momentum=self.momentum)
+        return Plan(every=self.every, delay=self.every, keep=1 - self.pull, outer=outer)
 
-    def _outer(self, _start: Tensor, _replicas: int) -> Outer:
-        return Anchor(self.momentum)
+
+class Anchor(Outer):
+    """The average of anchors that run ahead of the weights with a momentum of their own.
+
+    ``u <- momentum u + (z - x)``, and ``z - u`` is sent: the paper's v is u over the learning rate,
+    so the two agree while that is constant.
+    """
+
+    remembers = ("_z", "_u")
+
+    def __init__(self, *_: object, momentum: float) -> None:
+        self._momentum = momentum
+        self._z: Tensor | None = None
+        self._u: Tensor | None = None
+
+    def part(self, now: Tensor) -> Tensor:
+        if self._z is None or self._momentum == 0:
+            return now
+        gap = self._z - now
+        self._u = gap if self._u is None else self._momentum * self._u + gap
+        return self._z - self._u
+
+    def target(self, mean: Tensor | None, _now: Tensor) -> Tensor | None:
+        self._z = mean
+        return mean
+
+    def settle(self, _weights: Tensor) -> None:
+        self._z = None

@@ -1,44 +1,31 @@
 """What the replicas of a model are together: their mean, for export, evaluation and a flush."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import flat
-from offbeat.averaging.averager import Averager
 from offbeat.averaging.base import Averaging
-from offbeat.stages.stage import Stage
-from offbeat.transport.base import Key, Transport
-
-
-class Member(Protocol):
-    """What is needed of a worker."""
-
-    @property
-    def stage(self) -> Stage: ...
-    @property
-    def averager(self) -> Averager | None: ...
-    @property
-    def transport(self) -> Transport: ...
+from offbeat.engines.base import Engine
+from offbeat.transport.base import Key
 
 
 class Replicas:
     """Means over all replicas of the stages of this process; all processes must ask alike."""
 
-    def __init__(self, count: int, averaging: Averaging | None) -> None:
-        self.count = count
-        self.averaging = averaging
+    def __init__(self, engine: Engine, averaging: Averaging | None) -> None:
+        self._engine = engine
+        self._averaging = averaging
         self.asked = 0
         """How many means have been asked for; all replicas count alike."""
 
-    def settle(self, workers: Sequence[Member]) -> None:
+    def settle(self) -> None:
         """Sets every replica to the mean of all, in place of any average still under way."""
-        if self.averaging is None:
+        if self._averaging is None:
             return
-        everyone = self._gather(workers, [worker.stage.parameters for worker in workers])
-        for worker, replicas in zip(workers, everyone, strict=True):
+        everyone = self._gather([worker.stage.parameters for worker in self._engine.workers])
+        for worker, replicas in zip(self._engine.workers, everyone, strict=True):
             assert worker.averager is not None
             for key in worker.averager.pending():
                 worker.transport.receive(key)
@@ -47,38 +34,35 @@ class Replicas:
                     parameter.copy_(mean_of(values))
             worker.averager.settle()
 
-    def states(
-        self, workers: Sequence[Member], *, first: bool = False
-    ) -> dict[int, dict[str, Tensor]]:
+    def states(self, *, first: bool = False) -> dict[int, dict[str, Tensor]]:
         """Weights and buffers per stage: the mean of all replicas, or those of the first."""
-        if self.count == 1:
-            return {worker.stage.index: state_of(worker.stage.module) for worker in workers}
-        assert self.averaging is not None
-        states = {}
-        own = [state_of(worker.stage.module) for worker in workers]
-        everyone = self._gather(workers, [list(state.values()) for state in own])
-        for worker, state, replicas in zip(workers, own, everyone, strict=True):
-            states[worker.stage.index] = {
+        stages = [worker.stage for worker in self._engine.workers]
+        own = [state_of(stage.module) for stage in stages]
+        everyone = self._gather([list(state.values()) for state in own])
+        return {
+            stage.index: {
                 name: values[0] if first or self._is_local(entry) else mean_of(values)
                 for (name, entry), values in zip(state.items(), replicas, strict=True)
             }
-        return states
+            for stage, state, replicas in zip(stages, own, everyone, strict=True)
+        }
 
     def _is_local(self, entry: Tensor) -> bool:
-        assert self.averaging is not None
-        return not isinstance(entry, nn.Parameter) and self.averaging.statistics == "local"
+        local = self._averaging is not None and self._averaging.statistics == "local"
+        return local and not isinstance(entry, nn.Parameter)
 
-    def _gather(
-        self, workers: Sequence[Member], tensors: Sequence[Sequence[Tensor]]
-    ) -> list[list[tuple[Tensor, ...]]]:
+    def _gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[tuple[Tensor, ...]]]:
         """Per worker and tensor the values in all replicas."""
+        if self._engine.placement.replicas == 1:
+            return [[(tensor,) for tensor in own] for own in tensors]
         self.asked += 1
-        keys = [Key("export", worker.stage.index, self.asked) for worker in workers]
-        for worker, key, own in zip(workers, keys, tensors, strict=True):
-            worker.transport.gather(key, [tensor.detach().clone() for tensor in own])
-        gathered = [
-            worker.transport.receive(key) for worker, key in zip(workers, keys, strict=True)
+        keyed = [
+            (worker.transport, Key("export", worker.stage.index, self.asked))
+            for worker in self._engine.workers
         ]
+        for (transport, key), own in zip(keyed, tensors, strict=True):
+            transport.gather(key, [tensor.detach().clone() for tensor in own])
+        gathered = [transport.receive(key) for transport, key in keyed]
         return [list(zip(*replicas.parts, strict=True)) for replicas in gathered]
 
 

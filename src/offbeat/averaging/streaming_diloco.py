@@ -1,9 +1,10 @@
 """Streaming DiLoCo: the model is averaged in fragments, each late and mixed in."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from offbeat.averaging.base import Plan, require_delay, require_share
-from offbeat.averaging.diloco import OuterSettings
+from offbeat.averaging.diloco import OuterSettings, Step
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import require_count
 
@@ -44,5 +45,5 @@ class StreamingDiLoCo(OuterSettings):
             delay=self.delay,
             keep=self.mix,
             fragments=self.fragments,
-            outer=self._step,
+            outer=partial(Step, settings=self),
         )

@@ -14,12 +14,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.elastic.door import Admission
 from offbeat.transport.base import Gathered, Key
 from offbeat.transport.gloo import open_gloo_pair
 from offbeat.transport.link import Pair, Receiver, Sender
@@ -49,6 +49,15 @@ def connect_replicas(
     return pairs
 
 
+class Admission(NamedTuple):
+    """The step before which a replica is let in, and by whom."""
+
+    life: int
+    step: int
+    members: list[int]
+    """The lives of those who let it in."""
+
+
 class Survivors:
     """One stage's edges to the same stage of the other replicas."""
 
@@ -67,7 +76,7 @@ class Survivors:
         """``ranks``: of this stage in every replica. ``pairs``: the links with each of the others.
 
         ``members``: whom a replica that has come back joins; it and they are named by their lives
-        (see :mod:`offbeat.elastic.door`), which at the beginning are the replicas' numbers.
+        (see :mod:`offbeat.elastic.membership`), which at the beginning are the replicas' numbers.
         """
         self._stage, self._replica = stage, replica
         self._device, self._deliver_average = device, deliver

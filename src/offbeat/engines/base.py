@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.cutting.cut import Cut
-from offbeat.elastic.door import Admission
+from offbeat.elastic.membership import Membership
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup
@@ -23,7 +23,6 @@ from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.stages.lanes import Lanes
 from offbeat.stages.memory import StageMemory
-from offbeat.transport import Pair
 from offbeat.transport.base import Transport
 
 
@@ -200,18 +199,8 @@ class Engine(ABC):
     returning = False
     """Whether this process's replica has come back and has not joined the others yet."""
 
-    def admission(self, step: int) -> tuple[Admission, Pair] | None:
-        """Whom to let in before this step, if anybody."""
-        del step
-        return None
-
-    def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
-        """Gives what a replica that has come back needs to go on with the others."""
-        raise NotImplementedError
-
-    def join(self) -> list[Tensor]:
-        """Of a replica that has come back: waits to be let in; returns the others' gifts."""
-        raise NotImplementedError
+    membership: Membership | None = None
+    """How this process and those of other replicas go on without one that dies, if they do."""
 
     # ---------------------------------------------------------------- ending
 

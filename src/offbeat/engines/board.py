@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.elastic.door import RESTARTS
+from offbeat.elastic.restarts import RESTARTS
 from offbeat.errors import WorkerLost
 from offbeat.transport.groups import default_store, root_store
 from offbeat.transport.mailbox import Mailbox
@@ -101,7 +101,7 @@ class Board:
 
         ``row``: how many processes make a replica, where one may die without the others.
 
-        ``life``: of a replica that has come back (see :mod:`offbeat.elastic.door`).
+        ``life``: of a replica that has come back (see :mod:`offbeat.elastic.membership`).
         """
         store = default_store()
         if RESTARTS in os.environ:  # the default store of a replica that came back is its own

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from offbeat.elastic.door import STAGES, return_number
+from offbeat.elastic.restarts import STAGES, return_number
 from offbeat.errors import WorkerLost
 from offbeat.transport import groups
 

@@ -85,7 +85,7 @@ def evaluate(
         torch.no_grad(),
     ):
         model.eval()
-        states = pipeline.replicas.states(engine.workers, first=first)
+        states = pipeline.replicas.states(first=first)
         shown = engine.shown_workers()
         for number, (x, y) in enumerate(loader):
             check_devices(nest.tensors([x, y]), setup.device)

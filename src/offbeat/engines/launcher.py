@@ -15,8 +15,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat.elastic.door import RESTARTS
-from offbeat.elastic.returns import Child, Returns
+from offbeat.elastic.restarts import RESTARTS, Child, Restarts
 from offbeat.errors import ConfigurationError, WorkerLost
 
 try:  # functions of a notebook can only be sent by value, which plain pickle does not do
@@ -59,9 +58,9 @@ def launch(
         more = {RESTARTS: "1"} if restart else {}
         start = partial(_start, processes, store.port, threads, folder)
         children = [start(rank, more) for rank in range(processes)]
-        returns = Returns(children, start, store, restart)
+        restarts = Restarts(children, start, store, restart)
         try:
-            _wait(children, timeout_s, go_on, returns)
+            _wait(children, timeout_s, go_on, restarts)
         finally:
             ended_here = _end(children)
         return _results(children, ended_here, folder, go_on)
@@ -114,7 +113,7 @@ def _start(
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
 
-def _wait(children: list[Child], timeout_s: float | None, go_on: bool, returns: Returns) -> None:
+def _wait(children: list[Child], timeout_s: float | None, go_on: bool, restarts: Restarts) -> None:
     """Until all have ended; one failure gives the others a few seconds to say what they know."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failed = False
@@ -125,7 +124,7 @@ def _wait(children: list[Child], timeout_s: float | None, go_on: bool, returns: 
             if failed:
                 return
             raise WorkerLost(f"launch gave up after timeout_s={timeout_s:g} seconds.")
-        returns.look()
+        restarts.look()
         time.sleep(0.02)
 
 

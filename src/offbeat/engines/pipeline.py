@@ -40,7 +40,7 @@ class Pipeline:
         self.cut = cut
         self.engine = engine
         self.position = Position()
-        self.replicas = Replicas(setup.replicas, setup.averaging)
+        self.replicas = Replicas(engine, setup.averaging)
         self.models = Models(cut)
         self.first: Nest = None
         """The batch that decided how the stages were made, where one was needed."""
@@ -100,7 +100,7 @@ class Pipeline:
             for stage in self.recipe.stages(modules, heads, placement.stages_of(replica), replica):
                 stage.norm_order = norm_order
                 stage.names |= names
-                guard = Guard(self.setup.guards, stage, names, self.engine.updates)
+                guard = Guard(self.setup.guards, stage, self.engine.updates)
                 transport = self.engine.transports[replica]
                 self.engine.workers.append(self._worker(stage, transport, guard))
                 # Now, not when a later phase begins, corrections say what they do not fit.
@@ -185,7 +185,7 @@ class Pipeline:
                 worker.pending += self.schedule.drain(worker.stage.index, step)
             self.engine.run()
             self.position.step_in_fill = 0
-            self.replicas.settle(self.engine.workers)
+            self.replicas.settle()
             owed, self.position.owed = self.position.owed, []
             with self.engine.between_steps():
                 return owed + [self._take_loss() for _ in range(len(self.position.awaited))]
@@ -252,7 +252,7 @@ class Pipeline:
         """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
         values: dict[int, Tensor] = {}
         with self.engine.between_steps():
-            states = self.replicas.states(self.engine.workers)
+            states = self.replicas.states()
             for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)
                 own = list(states.get(stage, entries).values())

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.averaging.sharding import is_sharded, shards_of
 from offbeat.cutting.cut import Cut
-from offbeat.elastic.door import Admission, Door, return_number
 from offbeat.elastic.membership import Membership
+from offbeat.elastic.restarts import return_number
 from offbeat.elastic.survivors import connect_replicas
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, Notes
@@ -41,7 +41,7 @@ from offbeat.nest import Nest
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
-from offbeat.transport import Pair, connect, groups
+from offbeat.transport import connect, groups
 from offbeat.transport.base import Key
 from offbeat.transport.gloo import Collectives
 from offbeat.transport.mailbox import Mailbox
@@ -131,19 +131,13 @@ class Processes(Engine):
             timeout_s=timeout_s,
             stalled=self._board.everyone_waits_for,
         )
-        self._membership = Membership(
-            self.rank,
-            self.stages,
-            self.replicas,
-            mailbox,
-            device=device,
-            timeout_s=timeout_s,
-            declare_dead=self._board.declare_dead,
-            is_dead=self._board.is_dead,
-        )
-        if outlive and not self.returning:
+        if outlive:
+            self.membership = Membership(
+                self.placement, mailbox, self._board, device=device, timeout_s=timeout_s
+            )
+        if self.membership is not None and not self.returning:
             pairs = connect_replicas(self.replica, self.stage, self.replicas, store, timeout_s)
-            self._membership.begin(pairs, self.replica)
+            self.membership.begin(pairs, self.replica)
         elif self._peers is not None:
             mailbox.peers = Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
         return mailbox
@@ -385,31 +379,11 @@ class Processes(Engine):
         return next(list(row) for row in rows if all(came[rank] is not LOST for rank in row))
 
     @property
-    def door(self) -> Door | None:
-        """Where replicas that come back are let in."""
-        return self._membership.door
-
-    @property
     def has_failed(self) -> bool:
         return self.transport.failed
 
     def notes(self) -> Notes:
         return self._board.notes()
-
-    # ---------------------------------------------------------------- coming back
-
-    def admission(self, step: int) -> tuple[Admission, Pair] | None:
-        return self._membership.admission(step)
-
-    def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
-        self.joined_at = admission.step
-        self._membership.admit(admission, pair, gift)
-
-    def join(self) -> list[Tensor]:
-        admission, gifts = self._membership.join()
-        self.returning, self.joined_at = False, admission.step
-        self._board.look_for_stop()  # a later request leaves time enough to be noticed
-        return gifts
 
     # ---------------------------------------------------------------- ending
 

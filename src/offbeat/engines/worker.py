@@ -54,7 +54,7 @@ class Worker:
     ) -> None:
         self.stage = stage
         self.averager = averager
-        self.guard = guard or Guard(None, stage, {}, Updates())
+        self.guard = guard or Guard(None, stage, Updates())
         self.transport = transport
         self.pending: deque[Action | Task] = deque()
         self.step = 0

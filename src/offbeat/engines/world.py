@@ -7,7 +7,7 @@ import traceback
 from functools import cache
 from typing import NoReturn
 
-from offbeat.elastic.door import return_number
+from offbeat.elastic.restarts import return_number
 from offbeat.engines.board import Board
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.transport import groups

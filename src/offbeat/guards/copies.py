@@ -89,11 +89,6 @@ def _equal(buffer: Tensor, kept: Tensor) -> bool:
     return buffer.device.type == "cpu" and not buffer.is_sparse and torch.equal(buffer, kept)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    values = values_of(tensor)
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
-
-
 def are_finite(buffers: Sequence[Tensor]) -> list[bool]:
     """Of each whether all its values are; asked at once, since a GPU lets every answer wait."""
     asked = [n for n, buffer in enumerate(buffers) if values_of(buffer).is_floating_point()]

@@ -19,7 +19,7 @@ the norms of their gradients, as clipping does.
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import ConfigurationError, GuardError, unknown
-from offbeat.guards.copies import Copy, is_finite, values_of
+from offbeat.guards.copies import Copy, are_finite, values_of
 from offbeat.methods.base import require_count
 from offbeat.records.updates import Outcome, Update, Updates
 from offbeat.schedules.schedule import Schedule
@@ -92,23 +92,18 @@ class Guards:
 class Guard:
     """Watches one stage of one replica; without ``guards`` only at losses that are read anyway."""
 
-    def __init__(
-        self, guards: Guards | None, stage: Stage, names: Mapping[int, str], updates: Updates
-    ) -> None:
-        """``names``: of the parameters in the unsplit model, by their id."""
+    def __init__(self, guards: Guards | None, stage: Stage, updates: Updates) -> None:
         self._guards = guards or Guards(nonfinite="warn")
         self.looks = guards is not None
         """Whether it looks at gradients."""
         self.agrees = self.looks and self._guards.drops
         """Whether it needs the norms of all stages where none lags."""
         self._stage = stage
-        self._names = names
         self._updates = updates
         self._copies: deque[Copy] = deque(maxlen=2 if self._rolls_back else 1)
         self._part = "batch"
         self._dropped_in_a_row = 0
         self._warned = False
-        self.forget()
 
     def forget(self) -> None:
         """Weights were loaded from elsewhere, and nothing is in flight."""
@@ -127,8 +122,12 @@ class Guard:
         self.forget()
         self._dropped_in_a_row, self._warned = state["dropped_in_a_row"], state["warned"]
         for words in state["copies"]:
-            self._copies.append(Copy(self._stage, None, whole=self._rolls_back))
+            self._keep_copy()
             self._copies[-1].restore(words)
+
+    def _keep_copy(self) -> None:
+        before = self._copies[-1] if self._copies else None
+        self._copies.append(Copy(self._stage, before, whole=self._rolls_back))
 
     # ---------------------------------------------------------------- told by the worker
 
@@ -136,7 +135,7 @@ class Guard:
         """The next forward is the first of a fill: nothing has touched the weights yet."""
         self._part = "batch" if micro_batches == 1 else "micro-batch"
         if self.agrees and not self._copies:
-            self._copies.append(Copy(self._stage, None, whole=self._rolls_back))
+            self._keep_copy()
 
     def forwarded(self, batch: int, version: int, loss: Tensor | None) -> None:
         # Without guards nobody waits for a number that is still on a GPU.
@@ -168,7 +167,7 @@ class Guard:
             self._dropped_in_a_row = 0
             due = not self._rolls_back or stage.version % self._guards.every == 0
             if self.agrees and due and stage.version > self._copies[-1].version:
-                self._copies.append(Copy(stage, self._copies[-1], whole=self._rolls_back))
+                self._keep_copy()
             return True
         self._drop(number)
         return False
@@ -228,18 +227,13 @@ class Guard:
         )
         if self._guards.nonfinite == "stop":
             raise GuardError(f"{words} {_REMEDY}")
-        done = {
-            "applied": "Applied all the same.",
-            "skipped": "Skipped.",
-            "rolled back": f"Rolled back to version {self._copies[0].version}."
-            if self._copies
-            else "",
-        }
-        log.warning("%s %s", words, done[outcome])
+        done = {"applied": "Applied all the same.", "skipped": "Skipped."}.get(outcome)
+        log.warning("%s %s", words, done or f"Rolled back to version {self._copies[0].version}.")
 
     def _culprit(self) -> str:
         """The first parameter whose gradient is not finite, and what is in it."""
-        bad = [p for p in self._stage.parameters if p.grad is not None and not is_finite(p.grad)]
+        met = [p for p in self._stage.parameters if p.grad is not None]
+        bad = [p for p in met if not all(are_finite([values_of(p.grad)]))]
         if not bad:
             return "every number is, but their norm is too large for their type"
         values = values_of(bad[0].grad)
@@ -249,15 +243,9 @@ class Guard:
         return f"{' and '.join(found)} of {values.numel()} in {self._name(bad[0])}{more}"
 
     def _name(self, parameter: nn.Parameter) -> str:
-        if id(parameter) in self._names:
-            return repr(self._names[id(parameter)])
-        places = [
-            name
-            for module in self._stage.modules
-            for name, own in module.named_parameters()
-            if own is parameter
-        ]
-        return f"{places[0]!r} of the stage's auxiliary head"
+        head, name = self._stage.head, repr(self._stage.names[id(parameter)])
+        of_head = head is not None and any(parameter is own for own in head.parameters())
+        return f"{name} of the stage's auxiliary head" if of_head else name
 
 
 _REMEDY = (

@@ -1,4 +1,4 @@
-"""A replica that died comes back: what the others give it, and how it takes their average.
+"""What the others give a replica that comes back, and how it takes their average.
 
 They drain their pipes and take the average of their weights, as ``flush`` does; so what a replica
 needs is that of a run between two fills. All begin the next fill together.
@@ -22,15 +22,17 @@ State = dict[str, Any]
 
 def let_in(pipeline: Pipeline) -> None:
     """Before a step: drains the pipe and gives all that is needed to whoever has come back."""
-    admission = pipeline.engine.admission(pipeline.position.step)
-    if admission is None:
+    membership = pipeline.engine.membership
+    if membership is None or (found := membership.admission(pipeline.position.step)) is None:
         return
+    admission, pair = found
     pipeline.drain()
     try:
         gift = tensorfile.to_bytes(_state_of(pipeline))
     except CheckpointError as error:  # no reason for the others to end
         gift = tensorfile.to_bytes({"refusal": str(error)})
-    pipeline.engine.admit(*admission, torch.frombuffer(bytearray(gift), dtype=torch.uint8))
+    membership.admit(admission, pair, torch.frombuffer(bytearray(gift), dtype=torch.uint8))
+    pipeline.engine.joined_at = admission.step
 
 
 def _state_of(pipeline: Pipeline) -> State:
@@ -49,10 +51,12 @@ def _state_of(pipeline: Pipeline) -> State:
 
 def join(pipeline: Pipeline) -> None:
     """Waits to be let in, and becomes what the others are on average."""
-    device = pipeline.setup.device
+    device, engine = pipeline.setup.device, pipeline.engine
+    assert engine.membership is not None
     with pipeline.stopping_on_error(), torch.enable_grad():
-        gifts = [gift.numpy().tobytes() for gift in pipeline.engine.join()]
-        given = [on_device(tensorfile.from_bytes(gift), device) for gift in gifts]
+        admission, gifts = engine.membership.join()
+        engine.returning, engine.joined_at = False, admission.step
+        given = [on_device(tensorfile.from_bytes(g.numpy().tobytes()), device) for g in gifts]
         state = given[0]
         if "refusal" in state:
             raise ConfigurationError(
@@ -62,8 +66,8 @@ def join(pipeline: Pipeline) -> None:
             pipeline.build(state["first"])
         pipeline.position.load(state["position"])
         pipeline.replicas.asked = state["asked"]
-        pipeline.engine.questions = state["questions"]
-        (worker,) = pipeline.engine.workers
+        engine.questions = state["questions"]
+        (worker,) = engine.workers
         assert worker.averager is not None
         pipeline.follow(worker, *state["began_at"])
         # Weights are the same in all; moments and running statistics are each replica's own.
@@ -86,25 +90,21 @@ class CatchingUp:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._passed = 0
-        self._joins = pipeline.engine.returning
-
-    @property
-    def behind(self) -> bool:
+        self.behind = pipeline.engine.returning
         """Until the first batch is handed out, not only until the others let this replica in."""
-        return self._joins
 
     def rest_of(self, batches: Iterator[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         if self._pipeline.engine.returning:
             join(self._pipeline)
         for batch in batches:
-            if self._joins and self._passed < self._pipeline.position.step:
+            if self.behind and self._passed < self._pipeline.position.step:
                 self._passed += 1
                 continue
-            self._joins = False
+            self.behind = False
             yield batch
 
     def refuse_if_behind(self) -> None:
-        if self._joins:
+        if self.behind:
             raise StoppedError(
                 "this process takes the place of one that died and has not caught up with the"
                 " others yet: loop over trainer.batches(loader), which passes over the batches"

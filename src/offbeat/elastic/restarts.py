@@ -1,20 +1,33 @@
-"""The launcher's part in a return: starts a dead replica's processes again."""
+"""The launcher's part in a return: it starts a dead replica's processes again."""
 
 import json
 import logging
+import os
 import subprocess
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import Store
-
-from offbeat.elastic.door import RESTARTS, RETURN, STAGES, VOID, returns_of
+from torch._C._distributed_c10d import PrefixStore, Store
 
 log = logging.getLogger("offbeat")
 
 Child = subprocess.Popen[bytes]
+RETURN, STAGES, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_STAGES", "OFFBEAT_RESTARTS"
+"""What the launcher tells its children: which return this is, of how many stages; may others."""
+VOID = "void"
+"""In place of the note by which a return is agreed on, when it has come to nothing."""
 
 
-class Returns:
+def returns_of(root: Store) -> Store:
+    """Where the launcher and its processes leave notes about returns."""
+    return PrefixStore("offbeat-returns", root)
+
+
+def return_number() -> int:
+    """Which return of a replica this process belongs to; 0 if it was there from the beginning."""
+    return int(os.environ.get(RETURN, "0"))
+
+
+class Restarts:
     """Looks after the children that belong to replicas that may come back."""
 
     def __init__(
@@ -45,12 +58,11 @@ class Returns:
             if not self._store.check(["stages"]):
                 return  # nobody has come as far as to go on without another
             self._stages = int(self._store.get("stages"))
-        running = [child.poll() is None for child in self._children]
-        for first in range(0, len(self._children), self._stages):
+        ended = [child.poll() for child in self._children]
+        for first in range(0, len(ended), self._stages):
             row = range(first, first + self._stages)
-            failed = any(self._children[rank].poll() not in (None, 0) for rank in row)
-            others = any(running[rank] for rank in range(len(running)) if rank not in row)
-            if failed and others and not any(running[rank] for rank in row):
+            of_row = ended[first : first + self._stages]
+            if None not in of_row and any(of_row) and None in ended:
                 self._start_again(row)
                 return
 
