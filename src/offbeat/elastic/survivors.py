@@ -1,6 +1,6 @@
 """Averages among replicas of which any may die: the others go on with who is left.
 
-A collective of gloo breaks for everybody when one member dies. Here every pair of replicas has an
+A collective breaks for everybody when one member dies. Here every pair of replicas has an
 edge of its own in each direction, and an average is complete when the parts of all are there. When
 a replica is lost, everyone left sends the others an *obituary*: who is dead, and what it still
 holds of them. An average that lacks a dead replica's part waits until all who are left have sent
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.elastic.door import Admission
+from offbeat.transport import Pair, connect_two
 from offbeat.transport.base import Gathered, Key
-from offbeat.transport.gloo import open_gloo_pair
-from offbeat.transport.link import Pair, Receiver, Sender
+from offbeat.transport.link import Receiver, Sender
 from offbeat.transport.wire import Arrival
 
 log = logging.getLogger("offbeat")
@@ -36,8 +36,7 @@ def connect_replicas(
 ) -> dict[int, Pair]:
     """The links of a stage with the same stage of all other replicas.
 
-    Over gloo, because what a replica has sent must arrive even if it dies meanwhile: memory of its
-    own would be gone.
+    What a replica has sent must arrive even if it dies meanwhile: memory of its own would be gone.
     """
     pairs = {}
     for other in range(replicas):  # in this order nobody waits for one who waits for another
@@ -45,7 +44,7 @@ def connect_replicas(
             low, high = sorted((replica, other))
             edge = PrefixStore(f"stage-{stage}/{low}-{high}", store)
             first = replica == low
-            pairs[other] = open_gloo_pair(edge, timeout_s, f"replica {other}", first=first)
+            pairs[other] = connect_two(edge, timeout_s, f"replica {other}", first=first)
     return pairs
 
 

@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import asdict
 from functools import cached_property
 from math import ceil
@@ -43,7 +43,6 @@ from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
 from offbeat.transport import Pair, connect, groups
 from offbeat.transport.base import Key
-from offbeat.transport.gloo import Collectives
 from offbeat.transport.mailbox import Mailbox
 
 
@@ -60,12 +59,8 @@ class Processes(Engine):
         timeout_s: float,
         *,
         outlive: bool = False,
-        links: Sequence[str] | None = None,
     ) -> None:
-        """``outlive``: a replica that dies does not end the others.
-
-        ``links``: the kinds of link that may join a row, by name; all by default.
-        """
+        """``outlive``: a replica that dies does not end the others."""
         groups.join(timeout_s)
         leave_at_exit()
         self._device = device
@@ -98,7 +93,7 @@ class Processes(Engine):
                 )
             }
         )
-        self.transport = self._mailbox(groups.store_of(self._everyone), links, outlive)
+        self.transport = self._mailbox(groups.store_of(self._everyone), outlive)
         self.transports = {self.replica: self.transport}
         self._board.watch(self.transport)
         self._notes = self._board.notes()
@@ -119,14 +114,14 @@ class Processes(Engine):
         columns = [groups.new_patient(column, timeout_s) for column in zip(*ranks, strict=True)]
         return everyone, rows[self.replica], columns[self.stage]
 
-    def _mailbox(self, store: Store, kinds: Sequence[str] | None, outlive: bool) -> Mailbox:
+    def _mailbox(self, store: Store, outlive: bool) -> Mailbox:
         """``store``: where this trainer's links find each other."""
         row = PrefixStore(f"row-{self.replica}", store)
         device, timeout_s = self._device, self.timeout_s
         mailbox = Mailbox(
             self.stage,
             self._ranks,
-            connect(self.stage, self.share_in_row, row, device, timeout_s, kinds),
+            connect(self.stage, self.share_in_row, row, device, timeout_s),
             device=device,
             timeout_s=timeout_s,
             stalled=self._board.everyone_waits_for,
@@ -145,7 +140,7 @@ class Processes(Engine):
             pairs = connect_replicas(self.replica, self.stage, self.replicas, store, timeout_s)
             self._membership.begin(pairs, self.replica)
         elif self._peers is not None:
-            mailbox.peers = Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
+            mailbox.peers = groups.Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
         return mailbox
 
     @property

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
 
 from offbeat.errors import WorkerLost
 from offbeat.transport.base import Key
@@ -112,7 +113,7 @@ def open_pair(kind: type[Link], end: End, whom: str) -> Pair:
     ]
     try:
         links = [kind(end) for end in ends]
-    except OSError as error:
+    except (OSError, DistStoreError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise WorkerLost(
             f"no connection with {whom} by {kind.name} within {end.timeout_s:g} s ({reason}). That"
