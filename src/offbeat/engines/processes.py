@@ -45,6 +45,25 @@ from offbeat.transport import Pair, connect, groups
 from offbeat.transport.base import Key
 from offbeat.transport.mailbox import Mailbox
 
+_REMEDIES = {
+    "when_replica_dies": "Give every process the same.",
+    "the method": "Give every process the same method.",
+    "the averaging": "Give every process the same averaging.",
+    "the corrections": "Give every process the same corrections.",
+    "the guards": "Give every process the same.",
+    "the model": "Build the same model everywhere.",
+    "the weights the model starts from": (
+        "Call torch.manual_seed with one number before the model is built."
+    ),
+    "the type of device": "Use one type of device.",
+    "the number of threads": (
+        "It changes the bits: set OMP_NUM_THREADS, or torch.set_num_threads, alike."
+    ),
+    "the version of torch": "Install one version everywhere.",
+    "the seed": "Give every process the same seed, or none.",
+}
+"""What to do where processes differ in a fact."""
+
 
 class Processes(Engine):
     """Rows of processes, one stage in each and one row per replica, for one trainer."""
@@ -85,14 +104,7 @@ class Processes(Engine):
         row = stages if outlive else None
         self._board = Board(self.rank, self.size, name, timeout_s, row, life)
         # Before connections that only some would make.
-        self._compare(
-            {
-                "when_replica_dies": (
-                    "go on" if outlive else "stop",
-                    "Give every process the same.",
-                )
-            }
-        )
+        self._compare({"when_replica_dies": "go on" if outlive else "stop"})
         self.transport = self._mailbox(groups.store_of(self._everyone), outlive)
         self.transports = {self.replica: self.transport}
         self._board.watch(self.transport)
@@ -175,10 +187,6 @@ class Processes(Engine):
 
     # ---------------------------------------------------------------- agreeing
 
-    def exchange(self, name: str, value: Any) -> list[Any]:
-        """Every process's value, in the order of ranks."""
-        return self._board.exchange(name, value)
-
     def share_in_row(self, name: str, value: Any) -> list[Any]:
         """The values of this replica's processes, by stage."""
         return self._board.exchange(name, value, self._ranks)
@@ -186,53 +194,33 @@ class Processes(Engine):
     def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
         tensors = cut.model.state_dict()
         shapes = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for name, t in tensors.items())
-        course = setup.course
         self._compare(
             {
-                "the method": (describe(course.method), "Give every process the same method."),
-                "the averaging": (
-                    describe(setup.averaging),
-                    "Give every process the same averaging.",
-                ),
-                "the corrections": (
-                    describe(course.corrections),
-                    "Give every process the same corrections.",
-                ),
-                "the model": (
-                    f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
-                    "Build the same model everywhere.",
-                ),
-                "the type of device": (self._device.type, "Use one type of device."),
-                "the number of threads": (
-                    torch.get_num_threads(),
-                    "It changes the bits: set OMP_NUM_THREADS, or torch.set_num_threads, alike.",
-                ),
-                "the version of torch": (torch.__version__, "Install one version everywhere."),
-                "the seed": (seed, "Give every process the same seed, or none."),
+                "the method": describe(setup.course.method),
+                "the averaging": describe(setup.averaging),
+                "the corrections": describe(setup.course.corrections),
+                "the model": f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
+                "the type of device": self._device.type,
+                "the number of threads": torch.get_num_threads(),
+                "the version of torch": torch.__version__,
+                "the seed": seed,
             }
         )
-        self._compare(
-            {
-                "the weights the model starts from": (
-                    f"digest {checksum_of(list(tensors.values())):08x}",
-                    "Call torch.manual_seed with one number before the model is built.",
-                )
-            }
-        )
-        seeds = self.exchange("seed", torch.initial_seed() if seed is None else seed)
-        self._compare({"the guards": (str(setup.guards), "Give every process the same.")})
+        digest = f"digest {checksum_of(list(tensors.values())):08x}"
+        self._compare({"the weights the model starts from": digest})
+        seeds = self._board.exchange("seed", torch.initial_seed() if seed is None else seed)
+        self._compare({"the guards": str(setup.guards)})
         return int(seeds[0])
 
-    def _compare(self, facts: dict[str, tuple[Any, str]]) -> None:
+    def _compare(self, facts: dict[str, Any]) -> None:
         """Compares facts over all processes; names a difference with both values and a remedy."""
-        mine = {name: value for name, (value, _) in facts.items()}
-        for rank, theirs in enumerate(self.exchange("facts", mine)):
-            for name, (value, remedy) in facts.items():
+        for rank, theirs in enumerate(self._board.exchange("facts", facts)):
+            for name, value in facts.items():
                 if theirs is not LOST and theirs[name] != value:
                     first, second = sorted([(self.rank, value), (rank, theirs[name])])
                     raise ConfigurationError(
                         f"{name} differs between processes: {first[1]} on rank {first[0]},"
-                        f" {second[1]} on rank {second[0]}. {remedy}"
+                        f" {second[1]} on rank {second[0]}. {_REMEDIES[name]}"
                     )
 
     # ---------------------------------------------------------------- data
@@ -272,7 +260,7 @@ class Processes(Engine):
         """They would learn nothing from each other."""
         if self.replicas == 1:
             return
-        sums = self.exchange("shards", checksum_of([x, y]))
+        sums = self._board.exchange("shards", checksum_of([x, y]))
         for replica in range(1, self.replicas):
             ends = (0, self.stages - 1)
             fed = [(sums[stage], sums[replica * self.stages + stage]) for stage in ends]
@@ -347,7 +335,7 @@ class Processes(Engine):
             self.transport.receive(Key("marker", self.stage, step, other))
 
     def meet(self, name: str, value: Any = None) -> list[Any]:
-        """Every process's value, by rank, as in :meth:`exchange`; a failure ends the wait."""
+        """Every process's value, by rank, or LOST for one that died; a failure ends the wait."""
         deadline = time.monotonic() + self.timeout_s
         self._meetings += 1
         name = f"{name}/{self._meetings}"
