@@ -500,7 +500,7 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
     import time
 
     from offbeat.elastic.door import return_number
-    from offbeat.engines.checks import checksum_of
+    from offbeat.engines.feed import checksum_of
 
     said: list[str] = []
     handler = logging.Handler()

@@ -628,7 +628,7 @@ def test_memory_that_replays_have_written_is_no_change_in_place(tmp_path: Path) 
     for x, y in image_batches(SAVED_AT, rows=8):
         trainer.step(x, y)
     for stage in stages_of(trainer):
-        for flight in stage.flights:
+        for flight in stage.flights.in_air.values():
             for tensor in nest.tensors(flight.note.slot.given):
                 tensor.add_(0)  # a pretended replay makes tensors anew, a real one writes to them
     trainer.save(tmp_path, wait=True)
@@ -790,7 +790,7 @@ def test_losses_reach_the_ledger_in_small_portions_and_without_asking_the_gpu(
         before = len(ledger)
         now = PretendedInstant(perf_counter())
         loss = LossOnTheGpu(batch / 7) if batch % 2 else None
-        late.record("F", batch % 2, batch, 0, now, now, loss)  # type: ignore[arg-type]
+        late.record("F", batch % 2, batch, 0, now, now, loss, 0)
         portions.append(len(ledger) - before)
     assert max(portions) == 10
     assert 160 < sum(portions) <= 170  # the newest are left to the GPU

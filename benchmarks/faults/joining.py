@@ -31,7 +31,7 @@ from helpers import OPTIMIZERS, trainer_for, vector_batches  # noqa: E402
 from jobs import dropout_net  # noqa: E402
 from offbeat.averaging import AllReduce, Averaging, DaSGD, DiLoCo, LocalSGD  # noqa: E402
 from offbeat.elastic.door import return_number  # noqa: E402
-from offbeat.engines.checks import checksum_of  # noqa: E402
+from offbeat.engines.feed import checksum_of  # noqa: E402
 from offbeat.engines.processes import Processes  # noqa: E402
 from offbeat.errors import OffbeatError, WorkerLost  # noqa: E402
 

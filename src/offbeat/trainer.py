@@ -17,7 +17,7 @@ from offbeat.cutting.cut import Cuts, Model
 from offbeat.cutting.ways import plan_cut
 from offbeat.elastic.joining import CatchingUp, let_in
 from offbeat.engines import checks, evaluation, feed, probe
-from offbeat.engines.choice import choose_engine, start_engine
+from offbeat.engines.choice import EngineName, start_engine
 from offbeat.engines.evaluation import Evaluation
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
@@ -32,8 +32,6 @@ from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
 from offbeat.stages.stage import Loss
-
-EngineName = Literal["serial", "processes", "streams"]
 
 
 class Trainer:
@@ -63,8 +61,7 @@ class Trainer:
     ``method``     an object from :mod:`offbeat.methods`, or its name; "auto" takes the least lag
                    that keeps all stages busy, accumulation and corrections with it, and says why.
     ``corrections``  what makes its staleness less harmful: objects from
-                   :mod:`offbeat.corrections`, or their names; they find the lag by themselves.
-                   None: what "auto" chooses, else none.
+                   :mod:`offbeat.corrections`, or names. None: what "auto" chooses, else none.
     ``monitor``    ``Monitor()`` reads how stale each stage is into ``readings``.
     ``stages``     how many, cut where the cost of the first batch balances (see ``balance``);
                    ``cuts=[7]`` begins the next stage at child 7, ``cuts=["transformer.h.6"]`` at
@@ -91,12 +88,10 @@ class Trainer:
                    (in processes that nobody ends when one of them dies: see docs/replicas.md).
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
 
-    With one stage per process every process runs the same script. ``step``, ``flush``,
-    ``evaluate``, ``state_dict``, ``load_state_dict``, ``ledger`` and ``memory`` are called by
-    all of them, and all get the same answer. R replicas of K stages are R x K processes; there
-    ``step`` takes the part of the batch that this process's replica trains on, which
-    :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part, because asking
-    the others would mean waiting for them.
+    With one stage per process every process runs the same script, calls the same verbs and reads
+    the same ``ledger``, ``readings`` and ``updates``; all get the same answer. R replicas of K
+    stages are R x K processes; there ``step`` takes the part of the batch of this process's
+    replica, which :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part.
     """
 
     def __init__(
@@ -145,10 +140,7 @@ class Trainer:
             device=checks.device_of(cut.model),
             balance=balance,
         )
-        kind = choose_engine(engine)
-        checks.check_balance(balance, kind, cut)
-        checks.check_compile(compile, autocast, (phase for phase, _ in course.phases))
-        self._engine = start_engine(kind, cut.stages, setup, timeout, when_replica_dies)
+        self._engine = start_engine(engine, cut, setup, timeout, when_replica_dies)
         seed = self._engine.agree(setup, cut, seed)
         if course.plan is not None and self.rank == 0:
             course.plan.announce()
@@ -222,10 +214,8 @@ class Trainer:
     @property
     def learning_rate(self) -> float | None:
         """Of the first optimizer of this process; None before the stages are made."""
-        for worker in self._engine.workers:
-            for optimizer in worker.stage.optimizers:
-                return float(optimizer.param_groups[0]["lr"])
-        return None
+        optimizers = (o for worker in self._engine.workers for o in worker.stage.optimizers)
+        return next((float(optimizer.param_groups[0]["lr"]) for optimizer in optimizers), None)
 
     @property
     def rank(self) -> int:
@@ -252,31 +242,22 @@ class Trainer:
 
     @property
     def ledger(self) -> Ledger:
-        """Every action of every stage with its weight version, start, end and loss.
-
-        Read from all processes, so all must ask for it; ``own_ledger`` asks nobody.
-        """
+        """Every action of every stage with its weight version, start, end and loss."""
         return self._engine.merge_ledger()
 
     @property
     def own_ledger(self) -> Ledger:
-        """The entries of this process alone, without asking the others."""
+        """The entries of this process alone: it asks nobody."""
         return self._engine.own_ledger
 
     @property
     def readings(self) -> Readings:
-        """What the monitor has read: staleness, quality of predictions, cosines of probes.
-
-        Read from all processes, so all must ask for it.
-        """
+        """What the monitor has read: staleness, quality of predictions, cosines of probes."""
         return self._engine.merge_readings()
 
     @property
     def updates(self) -> Updates:
-        """Gradient norm, lag and outcome of every update, if there are ``guards``.
-
-        Read from all processes, so all must ask for it.
-        """
+        """Gradient norm, lag and outcome of every update, if there are ``guards``."""
         return self._engine.merge_updates()
 
     def memory(self) -> tuple[StageMemory, ...]:
@@ -305,15 +286,15 @@ class Trainer:
 
     def check_batch(self, x: Nest, y: Nest) -> None:
         """Refuses a batch that :meth:`step` would refuse, without starting it."""
-        feed.divide(self._pipeline, x, y)
+        feed.divide(self._pipeline, self._pipeline.schedule, x, y)
 
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
 
-        With one stage per process only the first and the last need data; the others do not even
-        read it. Replicas in processes of their own get their part of each batch. All processes must
-        have as many batches, which is checked before the first. In a process that takes the place
-        of one that died they begin where the others are (see :attr:`behind`).
+        With one stage per process only the first and the last read data. Replicas in processes of
+        their own get their part of each batch. All processes must have as many batches, which is
+        checked before the first. In a process that takes the place of one that died they begin
+        where the others are (see :attr:`behind`).
         """
         yield from self._catching_up.rest_of(self._pipeline.batches(loader))
 
@@ -343,9 +324,8 @@ class Trainer:
     def stop_together(self, asked: bool, steps_per_s: float = 0.0) -> bool:
         """Whether to end the run after this step, once any process has ``asked`` to.
 
-        Called after every step; ``steps_per_s`` is how fast this process goes. In one process it is
-        ``asked`` itself. In several all stop after the same step, a few seconds later, so that
-        they can still flush and save together.
+        Called after every step; ``steps_per_s`` is how fast this process goes. Several processes
+        stop after the same step, a few seconds later, so that they can still flush and save.
         """
         return self._pipeline.stop_together(asked, steps_per_s)
 
@@ -354,11 +334,7 @@ class Trainer:
     def evaluate(
         self, loader: Iterable[tuple[Nest, Nest]], *, of: Literal["average", "replica"] = "average"
     ) -> Evaluation:
-        """Loss and accuracy of the newest weights, undrained, in evaluation mode.
-
-        Of several replicas: their ``"average"``, or the first ``"replica"`` as it is. Training goes
-        on afterwards as if nothing had happened.
-        """
+        """Loss and accuracy of the newest weights, undrained; ``of`` replicas their mean or one."""
         self._refuse_if_stopped()
         checks.check_loader(loader)
         if of not in ("average", "replica"):
@@ -368,18 +344,15 @@ class Trainer:
     def probe(self, x: Nest, y: Nest) -> dict[int, float]:
         """Per stage, the cosine of this batch's gradient at the stale and at the newest weights.
 
-        The stale point is where the next gradient to be applied was computed. Training goes on as
-        if nothing had happened; the values are also in ``readings``.
+        The stale point is where the next gradient to be applied was computed. The values are also
+        in ``readings``.
         """
         self._refuse_if_stopped()
         checks.check_probe(self._pipeline.setup.monitor, self._pipeline.schedule)
         return probe.probe(self._pipeline, x, y)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the newest weights and buffers under the names of the unsplit model.
-
-        Of several replicas it is their mean; nothing changes in any of them.
-        """
+        """A copy of the newest weights and buffers of the unsplit model; of replicas their mean."""
         return self._pipeline.weights()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -401,9 +374,9 @@ class Trainer:
 
         It holds all that is in flight, so that :meth:`resume` goes on with the same bits. With
         ``drain`` the pipe is drained first, and any cut, method or number of replicas can go on.
-        ``keep`` older and newer ones stay in the folder, this one included; ``wait`` returns when
-        it is on disk. ``data``: a loader with a ``state_dict``, or plain values. If it cannot be
-        written, the next ``save`` or :meth:`finish_saving` says so. Returns its path.
+        The folder keeps ``keep`` of them; ``wait`` returns when this one is on disk. ``data``: a
+        loader with a ``state_dict``, or plain values. If it cannot be written, the next ``save`` or
+        :meth:`finish_saving` says so. Returns its path.
         """
         self._refuse_if_stopped()
         return self._archive.save(Path(folder), drain=drain, keep=keep, wait=wait, data=data)
@@ -416,9 +389,8 @@ class Trainer:
         """Goes on from the newest complete checkpoint in a folder, if there is one.
 
         The trainer must have been built as the one that was saved. A damaged checkpoint is passed
-        over with a warning. ``data``: a loader, set to the position that was saved with it. What is
-        returned has the number of steps taken, 0 if the folder is empty, so that a script may
-        always begin with it.
+        over with a warning. ``data``: a loader, set to the position that was saved with it. The
+        result has the number of steps taken, 0 if the folder is empty: a script may begin with it.
         """
         return self._archive.resume(Path(folder), data)
 

@@ -15,7 +15,7 @@ from offbeat.elastic.door import Admission
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup
-from offbeat.engines.worker import Book, Worker
+from offbeat.engines.worker import Worker
 from offbeat.errors import Deadlock
 from offbeat.guards import Updates
 from offbeat.nest import Nest
@@ -98,9 +98,9 @@ class Engine(ABC):
         return None
 
     @property
-    def book(self) -> Book:
-        """Where workers write down what they did."""
-        return self.ledger
+    def record(self) -> Callable[..., None]:
+        """Writes down what a worker did."""
+        return self.ledger.record
 
     @property
     def own_ledger(self) -> Ledger:

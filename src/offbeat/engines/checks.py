@@ -2,12 +2,10 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from offbeat import nest
 from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cutting.cut import Cut, Model
@@ -16,7 +14,6 @@ from offbeat.guards import Guards
 from offbeat.methods import Method, method_named
 from offbeat.methods.auto import Auto, Plan, plan_for
 from offbeat.methods.base import require_count
-from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.stage import Loss
@@ -245,66 +242,6 @@ def device_of(model: nn.Module) -> torch.device:
             " share one device. Move it with model.to(...)."
         )
     return places.pop() if places else torch.device("cpu")
-
-
-def check_devices(batch: Nest, device: torch.device) -> None:
-    for tensor in nest.tensors(batch):
-        if tensor.device != device:
-            raise BatchError(
-                f"the batch is on {tensor.device}, the model on {device}: move one of them, for"
-                f" example x.to({str(device)!r})."
-            )
-
-
-def check_outside_autocast(device: torch.device) -> None:
-    if torch.is_autocast_enabled(device.type):
-        raise BatchError(
-            "step() was called inside torch.autocast, whose weight cache would outlive an update."
-            " Leave the context and give Trainer(autocast=torch.bfloat16)."
-        )
-
-
-def check_rows(batch: Nest, parts: int, method: Method, *, by_auto: bool) -> None:
-    """Whether a batch can be split into micro-batches; tensors of x and y are split alike."""
-    rows = rows_of(batch)
-    if rows < parts:
-        instead = f"method=Auto(batch={rows})" if by_auto else "lower accumulate or micro_batches"
-        raise BatchError(
-            f"a batch of {rows} rows cannot make {parts} micro-batches for {method}: give at least"
-            f" {parts} rows, or {instead}. The batch was not started."
-        )
-    if parts > 1:
-        uneven = {t.size(0) if t.dim() else 0 for t in nest.tensors(batch)} - {rows}
-        if uneven:
-            raise BatchError(
-                f"x has {rows} rows and another tensor of the batch {min(uneven)}: to split a batch"
-                " into micro-batches all tensors of x and y need the same first size."
-            )
-
-
-def warn_of_small_parts(batch: Nest, parts: int, plan: Plan) -> None:
-    """Of a first batch whose size "auto" did not know."""
-    rows = rows_of(batch) if nest.tensors(batch) else 0
-    if parts > 1 and rows and rows // parts < plan.least_rows:
-        warnings.warn(
-            f"auto: a batch of {rows} rows in {parts} parts leaves {rows // parts} in a part, where"
-            f" it would keep at least {plan.least_rows}. Give method=Auto(batch={rows}).",
-            stacklevel=3,
-        )
-
-
-def rows_of(batch: Nest) -> int:
-    first = nest.tensors(batch)[0]
-    return first.size(0) if first.dim() else 1
-
-
-def checksum_of(values: Nest) -> int:
-    """A number that tells two batches apart: every byte of every tensor, in order."""
-    checksum = 0
-    for tensor in nest.tensors(values):
-        flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
-        checksum = crc32(flat.view(torch.uint8).numpy().data, checksum)
-    return checksum
 
 
 def check_streams(

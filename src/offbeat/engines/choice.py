@@ -1,5 +1,8 @@
 """Which engine a trainer gets: the one asked for, or the one its script was started for."""
 
+from typing import Literal, get_args
+
+from offbeat.cutting.cut import Cut
 from offbeat.engines import checks
 from offbeat.engines.base import Engine
 from offbeat.engines.processes import Processes
@@ -9,10 +12,28 @@ from offbeat.engines.streams import Streams
 from offbeat.engines.world import is_launched
 from offbeat.errors import ConfigurationError, unknown
 
-ENGINES = ("serial", "processes", "streams")
+EngineName = Literal["serial", "processes", "streams"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
 
 
-def choose_engine(name: str | None) -> str:
+def start_engine(
+    name: str | None, cut: Cut, setup: Setup, timeout: float, when_replica_dies: str
+) -> Engine:
+    """Starts an engine; that of many processes returns when all have joined."""
+    kind = _choose(name)
+    checks.check_balance(setup.balance, kind, cut)
+    checks.check_compile(setup.compile, setup.autocast, (m for m, _ in setup.course.phases))
+    timeout = checks.checked_timeout(timeout)
+    outlive = checks.outlives(when_replica_dies, setup.averaging)
+    if kind == "streams":
+        checks.check_streams(setup.device, setup.replicas, setup.averaging, setup.guards)
+        return Streams(cut.stages, setup.device)
+    if kind == "processes":
+        return Processes(cut.stages, setup.replicas, setup.device, timeout, outlive=outlive)
+    return Serial(cut.stages, setup.replicas)
+
+
+def _choose(name: str | None) -> str:
     """The name asked for, if the script was started for it."""
     launched = is_launched()
     if name not in (None, *ENGINES):
@@ -28,17 +49,3 @@ def choose_engine(name: str | None) -> str:
             " torchrun --nproc-per-node K, or use offbeat.launch."
         )
     return name or ("processes" if launched else "serial")
-
-
-def start_engine(
-    name: str, stages: int, setup: Setup, timeout: float, when_replica_dies: str
-) -> Engine:
-    """Starts an engine; that of many processes returns when all have joined."""
-    timeout = checks.checked_timeout(timeout)
-    outlive = checks.outlives(when_replica_dies, setup.averaging)
-    if name == "streams":
-        checks.check_streams(setup.device, setup.replicas, setup.averaging, setup.guards)
-        return Streams(stages, setup.device)
-    if name == "processes":
-        return Processes(stages, setup.replicas, setup.device, timeout, outlive=outlive)
-    return Serial(stages, setup.replicas)

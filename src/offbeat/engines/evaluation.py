@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.engines.checks import check_devices, rows_of
+from offbeat.engines.feed import check_devices, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
 from offbeat.stages.stage import Loss, precision
@@ -88,7 +88,7 @@ def evaluate(
         states = pipeline.replicas.states(engine.workers, first=first)
         shown = engine.shown_workers()
         for number, (x, y) in enumerate(loader):
-            check_devices([x, y], setup.device)
+            check_devices(nest.tensors([x, y]), setup.device)
             output = None
             for worker in shown:
                 output = worker.predict(number, x, states[worker.stage.index])

@@ -1,14 +1,20 @@
 """Batches on their way to the stages that need them: checked, divided, handed out."""
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from zlib import crc32
+
+import torch
+from torch import Tensor
 
 from offbeat import nest
 from offbeat.averaging.sharding import shards_of
-from offbeat.engines import checks
 from offbeat.engines.worker import Target
 from offbeat.errors import BatchError
+from offbeat.methods import Method
 from offbeat.nest import Nest
+from offbeat.schedules.schedule import Schedule
 from offbeat.transport.base import Key
 
 if TYPE_CHECKING:
@@ -18,24 +24,25 @@ Shard = tuple[Nest, Nest]
 """What one replica of this process trains on."""
 
 
-def divide(pipeline: "Pipeline", x: Nest, y: Nest) -> list[Shard]:
+def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[Shard]:
     """The batch as one part per replica of this process; refused before anything has begun."""
-    placement, device = pipeline.engine.placement, pipeline.setup.device
-    if placement.holds_first and not nest.tensors(x):
+    placement, parts = pipeline.engine.placement, schedule.micro_batches
+    inputs, targets = nest.tensors(x), nest.tensors(y)
+    if placement.holds_first and not inputs:
         raise BatchError(f"x is a {type(x).__name__} without a tensor in it: give tensors.")
-    checks.check_devices([x, y], device)
-    checks.check_outside_autocast(device)
+    tensors = [*inputs, *targets]
+    check_devices(tensors, pipeline.setup.device)
+    _check_outside_autocast(pipeline.setup.device)
     here = len(placement.replicas_here)
     shards = [(x, y)]
     if here > 1:
         shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
-    parts = pipeline.schedule.micro_batches
-    if nest.tensors([x, y]):
-        by_auto = pipeline.setup.course.plan is not None
-        checks.check_rows(list(shards[0]), parts, pipeline.method, by_auto=by_auto)
+        tensors = nest.tensors(shards[0])
+    if tensors:
+        _check_rows(tensors, parts, pipeline)
     if placement.holds_first:
         pipeline.cut.check_batch([x for x, _ in shards], parts)
-    if placement.holds_last and parts > 1 and not nest.tensors(y):
+    if placement.holds_last and parts > 1 and not targets:
         raise BatchError(
             f"y is a {type(y).__name__} without a tensor in it, and it is to be split into"
             f" {parts} micro-batches: give a tensor with a row per row of x. The batch was not"
@@ -44,45 +51,96 @@ def divide(pipeline: "Pipeline", x: Nest, y: Nest) -> list[Shard]:
     return shards
 
 
-def warn_of_small_parts(pipeline: "Pipeline", shards: Sequence[Shard]) -> None:
-    plan = pipeline.setup.course.plan
-    if plan is not None:
-        checks.warn_of_small_parts(shards[0], pipeline.schedule.micro_batches, plan)
+def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != device:
+            raise BatchError(
+                f"the batch is on {tensor.device}, the model on {device}: move one of them, for"
+                f" example x.to({str(device)!r})."
+            )
 
 
-def first_of(pipeline: "Pipeline", shards: Sequence[Shard]) -> Nest:
-    """What the stages are made from."""
-    first, _ = shards[0]
-    return pipeline.cut.sample(first, pipeline.schedule.micro_batches)
+def _check_outside_autocast(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise BatchError(
+            "step() was called inside torch.autocast, whose weight cache would outlive an update."
+            " Leave the context and give Trainer(autocast=torch.bfloat16)."
+        )
 
 
-def hand_out(pipeline: "Pipeline", shards: Sequence[Shard]) -> None:
+def _check_rows(tensors: Sequence[Tensor], parts: int, pipeline: "Pipeline") -> None:
+    """Whether a batch can be split into micro-batches; tensors of x and y are split alike."""
+    rows = _rows_of_first(tensors)
+    if rows < parts:
+        by_auto = pipeline.setup.course.plan is not None
+        instead = f"method=Auto(batch={rows})" if by_auto else "lower accumulate or micro_batches"
+        raise BatchError(
+            f"a batch of {rows} rows cannot make {parts} micro-batches for {pipeline.method}: give"
+            f" at least {parts} rows, or {instead}. The batch was not started."
+        )
+    uneven = {t.size(0) if t.dim() else 0 for t in tensors} - {rows}
+    if parts > 1 and uneven:
+        raise BatchError(
+            f"x has {rows} rows and another tensor of the batch {min(uneven)}: to split a batch"
+            " into micro-batches all tensors of x and y need the same first size."
+        )
+
+
+def warn_of_small_parts(pipeline: "Pipeline", shard: Shard) -> None:
+    """Of a first batch whose size "auto" did not know."""
+    plan, parts = pipeline.setup.course.plan, pipeline.schedule.micro_batches
+    rows = rows_of(shard) if nest.tensors(shard) else 0
+    if plan is not None and parts > 1 and rows and rows // parts < plan.least_rows:
+        warnings.warn(
+            f"auto: a batch of {rows} rows in {parts} parts leaves {rows // parts} in a part, where"
+            f" it would keep at least {plan.least_rows}. Give method=Auto(batch={rows}).",
+            stacklevel=3,
+        )
+
+
+def hand_out(pipeline: "Pipeline", schedule: Schedule, shards: Sequence[Shard]) -> None:
     """Sends every stage here that needs it its replica's part, in micro-batches."""
-    placement, schedule = pipeline.engine.placement, pipeline.schedule
-    parts = schedule.micro_batches
+    placement, parts = pipeline.engine.placement, schedule.micro_batches
     numbers = pipeline.position.add_batch(parts)
     replicas = placement.replicas_here
-    summed = pipeline.method.sums_gradients
     for worker in pipeline.engine.workers:
         x, y = shards[replicas.index(worker.stage.replica)]
         # Both ends were fed by one caller where all stages are here.
-        checksum = None if placement.is_whole or y is None else checks.checksum_of(y)
+        checksum = None if placement.is_whole or y is None else checksum_of(y)
         index, transport = worker.stage.index, worker.transport
         if index == 0:
             for number, part in zip(numbers, nest.split(x, parts), strict=True):
                 transport.send(Key("activation", 0, number), (part, checksum))
         if index == placement.stages - 1 or schedule.local_losses:
-            for number, target in zip(numbers, _targets(y, checksum, parts, summed), strict=True):
+            targets = [Target(y, checksum=checksum)]
+            if parts > 1:
+                targets = _targets(y, checksum, parts, pipeline.method)
+            for number, target in zip(numbers, targets, strict=True):
                 transport.send(Key("target", index, number), target)
 
 
-def _targets(y: Nest, checksum: int | None, parts: int, summed: bool) -> list[Target]:
-    if parts == 1:
-        return [Target(y, checksum=checksum)]
+def _targets(y: Nest, checksum: int | None, parts: int, method: Method) -> list[Target]:
     pieces = nest.split(y, parts)
-    rows = [checks.rows_of(piece) for piece in pieces]
+    rows = [rows_of(piece) for piece in pieces]
     shares = [count / sum(rows) for count in rows]
     return [
-        Target(piece, 1.0 if summed else share, share, checksum)
+        Target(piece, 1.0 if method.sums_gradients else share, share, checksum)
         for piece, share in zip(pieces, shares, strict=True)
     ]
+
+
+def rows_of(batch: Nest) -> int:
+    return _rows_of_first(nest.tensors(batch))
+
+
+def _rows_of_first(tensors: Sequence[Tensor]) -> int:
+    return tensors[0].size(0) if tensors[0].dim() else 1
+
+
+def checksum_of(values: Nest) -> int:
+    """A number that tells two batches apart: every byte of every tensor, in order."""
+    checksum = 0
+    for tensor in nest.tensors(values):
+        flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
+        checksum = crc32(flat.view(torch.uint8).numpy().data, checksum)
+    return checksum

@@ -127,7 +127,7 @@ class Pipeline:
             stage,
             self.cut.stages,
             transport,
-            engine.book,
+            engine.record,
             clip=setup.clip,
             faults=setup.faults,
             averager=averager,
@@ -141,27 +141,28 @@ class Pipeline:
     def step(self, x: Nest, y: Nest) -> Tensor | None:
         """One batch through :attr:`schedule`; the loss that is due, None while the pipe fills."""
         self._enter_next_phase()
-        shards = feed.divide(self, x, y)
+        schedule, step = self.schedule, self.position.step_in_fill
+        shards = feed.divide(self, schedule, x, y)
         if self.position.step == 0:
-            feed.warn_of_small_parts(self, shards)
+            feed.warn_of_small_parts(self, shards[0])
         self.models.follow()
         with self.stopping_on_error(), torch.enable_grad():
             if self.position.step == 0:
                 self.engine.refuse_equal_shards(x, y)
             if not self.is_built:
-                self.build(self.engine.share_first(feed.first_of(self, shards)))
-            if self.position.step_in_fill == 0:
+                sample = self.cut.sample(shards[0][0], schedule.micro_batches)
+                self.build(self.engine.share_first(sample))
+            if step == 0:
                 self._begin_fill()
-            feed.hand_out(self, shards)
+            feed.hand_out(self, schedule, shards)
             for worker in self.engine.workers:
                 worker.step = self.position.step
-                step = self.position.step_in_fill
-                worker.pending += self.schedule.row(worker.stage.index, step)
+                worker.pending += schedule.row(worker.stage.index, step)
             self.engine.run()
             if self.setup.monitor is not None:
                 self._read_monitors()
             self.position.advance()
-            late = len(self.position.awaited) - self.schedule.loss_delay
+            late = len(self.position.awaited) - schedule.loss_delay
             return self._take_loss() if late > 0 else None
 
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:

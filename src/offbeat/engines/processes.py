@@ -24,8 +24,8 @@ from offbeat.elastic.membership import Membership
 from offbeat.elastic.survivors import connect_replicas
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, Notes
-from offbeat.engines.checks import checksum_of
 from offbeat.engines.evaluation import Evaluation, Score
+from offbeat.engines.feed import checksum_of
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup, describe
 from offbeat.engines.world import (

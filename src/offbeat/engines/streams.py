@@ -3,18 +3,18 @@
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.engines.base import Engine, refuse_stuck
 from offbeat.engines.placement import Placement
-from offbeat.engines.worker import Book, Worker
-from offbeat.records.ledger import Event, Ledger
+from offbeat.engines.worker import Worker
+from offbeat.records.ledger import Ledger
 from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, marked
 from offbeat.transport import within
 
@@ -52,8 +52,8 @@ class Streams(Engine):
         self._ahead: deque[Instant] = deque()
 
     @property
-    def book(self) -> Book:
-        return self._late
+    def record(self) -> Callable[..., None]:
+        return self._late.record
 
     @property
     def own_ledger(self) -> Ledger:
@@ -99,47 +99,25 @@ def run_in_turn(workers: Sequence[Worker]) -> None:
     refuse_stuck(workers)
 
 
-class _Late(NamedTuple):
-    """What the ledger will get, and when all of it is on the host."""
-
-    kind: Event
-    stage: int
-    batch: int
-    version: int
-    start: Instant
-    end: Instant
-    loss: Tensor | None
-    replica: int
-    landed: Instant
-
-
 class LateLedger:
     """Entries whose times and losses are still on the GPU; they reach the ledger together."""
 
     def __init__(self, ledger: Ledger, lane: Lane) -> None:
         self._ledger = ledger
-        self._rows: deque[_Late] = deque()
+        self._rows: deque[tuple[tuple[Any, ...], Instant]] = deque()
+        """What the ledger will get but for its times, and when all of it is on the host."""
         self._host: Tensor | None = None
         self._sent = 0
         self._zero = lane.now()
         self._zero_s = perf_counter()
 
-    def record(
-        self,
-        kind: Event,
-        stage: int,
-        batch: int,
-        version: int,
-        start: Instant,
-        end: Instant,
-        loss: Tensor | None = None,
-        replica: int = 0,
-    ) -> None:
+    def record(self, *facts: Any) -> None:
+        *others, end, loss, replica = facts
         landed = end
         if loss is not None and loss.is_cuda:
             loss = self._sent_to_host(loss)
             landed = marked()
-        self._rows.append(_Late(kind, stage, batch, version, start, end, loss, replica, landed))
+        self._rows.append(((*others, end, loss, replica), landed))
         if len(self._rows) >= _UNSETTLED:
             self.settle(_AT_ONCE)
 
@@ -159,9 +137,9 @@ class LateLedger:
         if not rows:
             return
         # Those of one kind and stage come one after the other: the last of each stands for all.
-        for row in {(row.kind, row.stage): row for row in rows}.values():
-            row.landed.event.synchronize()
-        for kind, stage, batch, version, start, end, loss, replica, _ in rows:
+        for landed in {(entry[0], entry[1]): landed for entry, landed in rows}.values():
+            landed.event.synchronize()
+        for (kind, stage, batch, version, start, end, loss, replica), _ in rows:
             start_s = self._zero_s + start.seconds_after(self._zero)
             end_s = self._zero_s + end.seconds_after(self._zero)
             self._ledger.record(kind, stage, batch, version, start_s, end_s, loss, replica)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from offbeat.errors import BatchError
 from offbeat.faults import Faults
 from offbeat.guards import Guard, Updates
 from offbeat.nest import Nest
-from offbeat.records.ledger import Event
 from offbeat.schedules.table import Action, Kind
 from offbeat.stages.fill import Fill
 from offbeat.stages.norms import Norms
@@ -32,28 +31,11 @@ class Target(NamedTuple):
     """Of the batch's targets, to compare with what stage 0 was fed."""
 
 
-class Book(Protocol):
-    """Where a worker writes down what it did; times are readings of its clock."""
-
-    def record(
-        self,
-        kind: Event,
-        stage: int,
-        batch: int,
-        version: int,
-        start: Any,
-        end: Any,
-        loss: Any = None,
-        replica: int = 0,
-        /,
-    ) -> None: ...
-
-
 class Worker:
     """Carries out the actions of one stage, in the order they are appended.
 
-    ``listeners`` are the stages that are told every loss; ``clock`` is what the ledger's times are
-    read from.
+    ``listeners`` are the stages that are told every loss; ``clock`` gives the times of the entries
+    that it lets ``write`` put into the ledger.
     """
 
     def __init__(
@@ -61,7 +43,7 @@ class Worker:
         stage: Stage,
         stages: int,
         transport: Transport,
-        ledger: Book,
+        write: Callable[..., None],
         *,
         clip: float | None = None,
         faults: Faults | None = None,
@@ -79,18 +61,21 @@ class Worker:
         """The trainer's step that the pending actions belong to."""
         self._index = stage.index
         self._stages = stages
-        self._ledger = ledger
+        self._write = write
         self._clip = clip
         self._faults = faults
         self._listeners = range(stages) if listeners is None else listeners
         self._clock = clock
         self._fill = Fill()
         self._first_batch = self._first_update = 0
+        self._rebuilds = False
+        """Whether a backward has work to do before its gradient is there."""
 
     def begin(self, fill: Fill) -> None:
         """Starts a fill of the pipe, for the stage, its corrections and its guard."""
         self._fill = fill
         self._first_batch, self._first_update = fill.first_batch, fill.first_update
+        self._rebuilds = fill.rule == "recompute" and not fill.plain
         self.stage.begin(fill)
         self.guard.begin(fill.micro_batches)
 
@@ -180,7 +165,8 @@ class Worker:
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
         began = perf_counter()
-        self.stage.prepare(batch)
+        if self._rebuilds:
+            self.stage.prepare(batch)
         prepared = perf_counter() - began
         received = [self.transport.receive(key) for key in self.needs(action)]
         start, began = self._clock(), perf_counter()
@@ -222,7 +208,7 @@ class Worker:
         start = self._clock()
         number = self._first_update + action.batch
         own = self.stage.gradient_norms() if others or self.guard.looks else None
-        applies = self.guard.before_update(number, own, others)
+        applies = own is None or self.guard.before_update(number, own, others)
         if self._clip is not None:
             self.stage.clip(self._clip, own, others)
         self.stage.update()
@@ -241,8 +227,7 @@ class Worker:
         end: Any,
         loss: Tensor | None = None,
     ) -> None:
-        stage = self.stage
-        self._ledger.record(kind, stage.index, number, version, start, end, loss, stage.replica)
+        self._write(kind, self._index, number, version, start, end, loss, self.stage.replica)
 
     def predict(self, number: int, x: Nest, state: dict[str, Tensor]) -> Nest:
         """Runs the stage in evaluation; returns the output at the last one, None elsewhere."""

@@ -145,15 +145,14 @@ class Guard:
             if not math.isfinite(number):
                 self._meet_loss(batch, version, number)
 
-    def before_update(self, number: int, own: Norms | None, others: Sequence[Norms]) -> bool:
+    def before_update(self, number: int, own: Norms, others: Sequence[Norms]) -> bool:
         """Whether the gradients may be applied; if not, they are gone.
 
-        ``own`` are the norms of the stage's gradients, None where the guard does not look;
-        ``others`` those of all other stages where all must agree.
+        ``own`` are the norms of the stage's gradients; ``others`` those of all other stages where
+        all must agree.
         """
         if not self.looks:
             return True
-        assert own is not None
         stage, flights = self._stage, self._stage.flights
         lag = flights.lag(stage.version)
         self._check_lag(number, flights.landed, lag)

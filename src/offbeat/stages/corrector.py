@@ -103,6 +103,8 @@ class Corrector:
 
     def _drop_hooks(self) -> None:
         self.hooks: list[Hook] = []
+        self.active = False
+        """Whether there is anything to correct or to watch in this fill; if not, nobody asks."""
         self._groups: list[Group] = []
         self._watch: Watch | None = None
         self._predictor: Hook | None = None
@@ -122,6 +124,7 @@ class Corrector:
         self._watch = None if self._monitor is None else Watch(self._monitor, around)
         if self._watch is not None:  # first, so that it sees gradients as they arrive
             self.hooks.insert(0, self._watch)
+        self.active = bool(self.hooks)
         self._predictor = next((h for h in self.hooks if overrides(h, "forward_weights")), None)
         self._rewinder = next((h for h in self.hooks if overrides(h, "backward_weights")), None)
         self._read = self._before = None
@@ -129,10 +132,6 @@ class Corrector:
             self._read = ReadWeights(self._parameters, fill.lag, fill.micro_batches)
         if any(hook.needs_before for hook in self.hooks):
             self._before = tuple(torch.zeros_like(p) for p in self._parameters)
-
-    @property
-    def active(self) -> bool:
-        return bool(self.hooks)
 
     @property
     def predicts(self) -> bool:
@@ -175,8 +174,6 @@ class Corrector:
 
         ``newest`` is the version of the stage's own. Notes on the flight what is asked for later.
         """
-        if not self.hooks:
-            return values
         predicted = None if self._predictor is None else self._prediction(flight, newest)
         used = values if predicted is None else predicted
         if self._read is not None:
@@ -213,9 +210,6 @@ class Corrector:
     @contextmanager
     def update(self, version: int) -> Iterator[None]:
         """Around the optimizers' steps of the update that ends ``version``."""
-        if not self.active:
-            yield
-            return
         moment = Moment(self._flights.lag(version), version)
         if self._watch is not None and self._flights.landed:
             self._watch.late = self._flights.mean_lag(version)
@@ -249,8 +243,6 @@ class Corrector:
 
     def observe(self) -> None:
         """After an update and the learning rate's own step."""
-        if not self.active:
-            return
         self._predicted.clear()
         with torch.no_grad():
             for hook in self.hooks:
@@ -356,7 +348,7 @@ class Corrector:
 
     def predicted_in_flight(self) -> Iterator[Tensors]:
         """What forwards were lent, where a correction will ask for it."""
-        for flight in (*self._flights, *self._flights.landed):
+        for flight in (*self._flights.in_air.values(), *self._flights.landed):
             read = flight.read
             if read is not None and (self._read is None or self._read.place_of(read) is None):
                 yield read

@@ -1,6 +1,5 @@
 """Flights: the micro-batches of a stage between their forward and the update that applies them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -57,39 +56,30 @@ class Flights:
     """All of one stage: those in the air, and those whose gradient waits for the update."""
 
     def __init__(self) -> None:
-        self._in_air: dict[int, Flight] = {}
+        self.in_air: dict[int, Flight] = {}
+        """By micro-batch, in the order in which they took off."""
         self.landed: list[Flight] = []
         """Their gradients are gathered, and the next update applies them."""
         self.peak = 0
         """The most that were in the air at once."""
 
     def take_off(self, flight: Flight) -> None:
-        self._in_air[flight.batch] = flight
-        self.peak = max(self.peak, len(self._in_air))
+        self.in_air[flight.batch] = flight
+        self.peak = max(self.peak, len(self.in_air))
 
     def land(self, batch: int) -> None:
         """The gradient of a micro-batch is there: its graph, inputs and outputs can go."""
-        flight = self._in_air.pop(batch)
+        flight = self.in_air.pop(batch)
         flight.work = flight.note = None
         self.landed.append(flight)
 
     def clear(self) -> None:
-        self._in_air.clear()
+        self.in_air.clear()
         self.landed.clear()
 
-    def __getitem__(self, batch: int) -> Flight:
-        return self._in_air[batch]
-
-    def __iter__(self) -> Iterator[Flight]:
-        """Those in the air, in the order in which they took off."""
-        return iter(self._in_air.values())
-
-    def __len__(self) -> int:
-        return len(self._in_air)
-
-    def works(self) -> Iterator[Work]:
+    def works(self) -> list[Work]:
         """Of those in the air."""
-        return (flight.work for flight in self._in_air.values() if flight.work is not None)
+        return [flight.work for flight in self.in_air.values() if flight.work is not None]
 
     def lag(self, version: int) -> int:
         """Of the update that ends ``version``: the largest of the micro-batches it applies."""
@@ -103,4 +93,4 @@ class Flights:
         """The one whose gradient is the next to be applied."""
         if self.landed:
             return self.landed[0]
-        return self._in_air[min(self._in_air)] if self._in_air else None
+        return self.in_air[min(self.in_air)] if self.in_air else None

@@ -68,6 +68,14 @@ class Network:
 
     # ---------------------------------------------------------------- forward
 
+    def forward(
+        self, batch: int | None, work: Work, given: Nest, *, graph: bool
+    ) -> tuple[Nest, Tensor | None]:
+        """What travels on, and the loss if there is one; ``work`` keeps the ``graph``."""
+        run = self.build_graph if graph else self.run
+        output, loss = run(batch, work, given)
+        return self._outgoing(output, given), None if loss is None else loss.detach()
+
     def run(self, batch: int | None, work: Work, given: Nest) -> tuple[Nest, Tensor | None]:
         """One forward: the output, and the loss if there is one.
 
@@ -76,21 +84,24 @@ class Network:
         random = nullcontext() if batch is None else seeded(self.seed_of(batch), self.device)
         with random, precision(self.device, self._autocast):
             output = self._call(given)
-            if not nest.tensors(output):
-                raise StageError(
-                    f"stage {self.index} ({_describe(self.module)}) returned"
-                    f" {type(output).__name__} without a tensor in it. A stage must return a tensor"
-                    " or a nest (tuple, list, dict) with at least one."
-                )
-            loss = self._compute_loss(output, work.target)
+            if not isinstance(output, Tensor):
+                self._refuse_hidden_tensors(output)
+            return output, self._compute_loss(output, work.target)
+
+    def _refuse_hidden_tensors(self, output: Nest) -> None:
+        words = f"stage {self.index} ({_describe(self.module)}) returned"
+        if not nest.tensors(output):
+            raise StageError(
+                f"{words} {type(output).__name__} without a tensor in it. A stage must return a"
+                " tensor or a nest (tuple, list, dict) with at least one."
+            )
         stranger = nest.stranger(output)
         if stranger is not None:
             raise StageError(
-                f"stage {self.index} ({_describe(self.module)}) returned a"
-                f" {type(stranger).__name__}, in which tensors could hide from the boundary between"
-                " stages. Return tensors, None, numbers and strings in tuples, lists and dicts."
+                f"{words} a {type(stranger).__name__}, in which tensors could hide from the"
+                " boundary between stages. Return tensors, None, numbers and strings in tuples,"
+                " lists and dicts."
             )
-        return output, loss
 
     def build_graph(self, batch: int | None, work: Work, given: Nest) -> tuple[Nest, Tensor | None]:
         """One forward of which ``work`` keeps the graph."""
@@ -102,7 +113,7 @@ class Network:
         with watched:
             output, work.loss = self.run(batch, work, work.leaves)
         work.outputs = nest.tensors(output)
-        if self.rule in ("stash", "current"):
+        if self.rule in ("stash", "current") and not self.habits.inspected:
             self.saved.look_at(work.outputs)
         return output, work.loss
 
@@ -118,11 +129,12 @@ class Network:
         passed = given
         if self.habits.inputs_changed is not False:
             passed = nest.replace(given, lambda t: t.clone())
-        before = [tensor._version for tensor in nest.tensors(passed)]
+        inputs = nest.tensors(passed)
+        before = [tensor._version for tensor in inputs]
         # Compiled code would hide its operations from the inspection of a first graph.
         inspected = self.rule in (None, "recompute") or self.habits.inspected
         output = self._compiled(passed) if inspected else self.module(passed)
-        changed = before != [tensor._version for tensor in nest.tensors(passed)]
+        changed = before != [tensor._version for tensor in inputs]
         if changed and self.habits.inputs_changed is False:
             raise StageError(
                 f"stage {self.index} ({_describe(self.module)}) began to change its input in place"
@@ -151,7 +163,7 @@ class Network:
 
     # ---------------------------------------------------------------- between stages
 
-    def outgoing(self, output: Nest, given: Nest) -> Nest:
+    def _outgoing(self, output: Nest, given: Nest) -> Nest:
         """Detached tensors for the next stage, marked where a gradient should come back."""
         needed = not self.local_loss and (
             bool(self.trainable) or any(t.requires_grad for t in nest.tensors(given))
@@ -191,7 +203,7 @@ def precision(device: torch.device, autocast: torch.dtype | None) -> AbstractCon
 
 def without_holes(tensor: Tensor) -> Tensor:
     """The tensor in the layout in which it would arrive in another process."""
-    return tensor if is_dense(tensor) else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
 
 
 def _describe(module: nn.Module) -> str:

@@ -18,7 +18,7 @@ directly, in the same lane.
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +117,13 @@ class Recorded:
         )
         self.back = self.lanes.backward if apart else self.lane
 
-    def entered(self, kind: str) -> AbstractContextManager[None]:
-        return self.lane.entered() if kind == "F" else self.back.entered()
+    @contextmanager
+    def entered(self, kind: str) -> Iterator[None]:
+        lane = self.lane if kind == "F" else self.back
+        with lane.entered():
+            yield
+            if kind == "U":  # whatever came with it, such as weights that a guard puts back
+                self._updated = self._mark(lane)
 
     # ---------------------------------------------------------------- the three operations
 
@@ -145,7 +150,9 @@ class Recorded:
             return sent
         if slot.landed is not None:
             self.lane.wait(slot.landed)
-        weights = stage.corrector.forward_weights(flight, stage.version, None)
+        weights = None
+        if stage.corrector.active:
+            weights = stage.corrector.forward_weights(flight, stage.version, None)
         flight.lent = weights is not None
         slot.fill(given, target, weights)
         if slot.draws:
@@ -193,22 +200,17 @@ class Recorded:
         """What the other lane has to wait for; None if this stage has only one."""
         return None if self.back is self.lane else lane.now()
 
-    def before_update(self) -> None:
+    def update(self) -> None:
         if self._flown is not None:
             self.back.wait(self._flown)  # forwards read the weights that are written now
         if not self._static:
-            self._direct.before_update()
-
-    def step(self) -> None:
+            self._stage.save_version_in_use()
         recording = self._update_recording()
         if recording is None:
             self.show_and_step()
         else:
             recording.replay()
         self.gathered.count = 0
-
-    def after_update(self) -> None:
-        self._updated = self._mark(self.back)
 
     # ---------------------------------------------------------------- slots
 
@@ -237,7 +239,7 @@ class Recorded:
     @property
     def _taken(self) -> int:
         """How many slots have a batch in them."""
-        return sum(_slot_of(flight) is not None for flight in self._stage.flights)
+        return sum(_slot_of(flight) is not None for flight in self._stage.flights.in_air.values())
 
     def _may_record(self, kind: Kind) -> bool:
         if self._seen[kind] < _WARM_UP:
@@ -342,7 +344,7 @@ class Recorded:
     # ---------------------------------------------------------------- what is in flight
 
     def discard(self) -> None:
-        for flight in self._stage.flights:
+        for flight in self._stage.flights.in_air.values():
             if (slot := _slot_of(flight)) is not None:
                 self.free[slot.kind].append(slot)
         self.lanes.addresses.clear()
@@ -351,7 +353,7 @@ class Recorded:
 
     def before_snapshot(self) -> None:
         self.show_gradients()
-        for flight in self._stage.flights:
+        for flight in self._stage.flights.in_air.values():
             if (slot := _slot_of(flight)) is not None:
                 slot.uncheck()
 
@@ -362,7 +364,7 @@ class Recorded:
         with self.lane.entered():  # autograd goes back where it went forward
             yield
         self.lane.caller_waits()
-        for flight in self._stage.flights:
+        for flight in self._stage.flights.in_air.values():
             work = flight.work
             assert work is not None
             inputs = nest.tensors(work.given if work.leaves is None else work.leaves)

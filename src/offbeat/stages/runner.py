@@ -50,18 +50,17 @@ class Direct:
         work = flight.work = Work(target=target, scale=scale)
         if copies is not None:
             work.copies, work.stashed = copies, copied_into(copies)
-        old = stage.old_versions.get(flight.version)
-        weights = stage.corrector.forward_weights(flight, stage.version, old)
+        weights: Sequence[Tensor] | None = stage.old_versions.get(flight.version)
+        if stage.corrector.active:
+            weights = stage.corrector.forward_weights(flight, stage.version, weights)
         flight.lent = weights is not None
         with weights_set_to(stage.trainable, weights):
-            if network.rule == "recompute":
-                work.given = given
-                work.given_as = [tensor._version for tensor in nest.tensors(given)]
-                with torch.no_grad(), network.buffers.restored():
-                    output, loss = network.run(flight.batch, work, given)
-            else:
-                output, loss = network.build_graph(flight.batch, work, given)
-        return network.outgoing(output, given), None if loss is None else loss.detach()
+            if network.rule != "recompute":
+                return network.forward(flight.batch, work, given, graph=True)
+            work.given = given
+            work.given_as = [tensor._version for tensor in nest.tensors(given)]
+            with torch.no_grad(), network.buffers.restored():
+                return network.forward(flight.batch, work, given, graph=False)
 
     def prepare(self, flight: Flight) -> None:
         """Under ``recompute``: what of a backward needs no gradient from the next stage."""
@@ -89,18 +88,16 @@ class Direct:
 
     def _backward_weights(self, flight: Flight) -> AbstractContextManager[None]:
         """Lends the module what a correction wants a backward to see instead of the newest."""
-        stage = self._stage
-        weights = stage.corrector.backward_weights(stage.version - flight.version)
-        return weights_set_to(stage.trainable, weights)
+        corrector = self._stage.corrector
+        if not corrector.active:
+            return nullcontext()
+        weights = corrector.backward_weights(self._stage.version - flight.version)
+        return weights_set_to(self._stage.trainable, weights)
 
-    def before_update(self) -> None:
-        """Lets the update write beside what something in flight still needs."""
+    def update(self) -> None:
+        """Steps the optimizers; what something in flight still needs stays as it is."""
         self._stage.save_version_in_use()
-
-    def step(self) -> None:
         self._stage.step()
-
-    def after_update(self) -> None: ...
 
     def show_gradients(self) -> None:
         """Puts the gathered gradients where optimizers look for them: there they are."""

@@ -110,24 +110,21 @@ class Slot:
                 network.buffers.restored(),
                 weights_set_to(network.trainable, self._lent),
             ):
-                output, loss = network.run(None, self._takeoff, self.leaves)
-        else:
-            if self._takeoff.stashed is not None:
-                copies = self._takeoff.copies
-                copy_all(copies.values(), copies)
-            with weights_set_to(network.trainable, self._lent):
-                output, loss = self._fly()
-            self.work, self._held = self._flying, self._flying.graph.held()
-        return network.outgoing(output, self.leaves), None if loss is None else loss.detach()
+                return network.forward(None, self._takeoff, self.leaves, graph=False)
+        if self._takeoff.stashed is not None:
+            copies = self._takeoff.copies
+            copy_all(copies.values(), copies)
+        self._flying = replace(self._takeoff, graph=Graph())
+        with weights_set_to(network.trainable, self._lent):
+            sent = network.forward(None, self._flying, self.leaves, graph=True)
+        self.work, self._held = self._flying, self._flying.graph.held()
+        return sent
 
     def run_backward(self) -> list[Tensor | None]:
         if self._again:
-            self._fly()
+            self._flying = replace(self._takeoff, graph=Graph())
+            self._network.build_graph(None, self._flying, self.leaves)
         return self._gradients(self._flying)
-
-    def _fly(self) -> tuple[Nest, Tensor | None]:
-        self._flying = replace(self._takeoff, graph=Graph())
-        return self._network.build_graph(None, self._flying, self.leaves)
 
     def _gradients(self, work: Work) -> list[Tensor | None]:
         """All gradients of a micro-batch; those of the weights go to their one place."""

@@ -49,7 +49,7 @@ def take(stage: "Stage") -> StageState:
     if not stage.habits.rebuildable and any(work.outputs for work in stage.flights.works()):
         _refuse_hidden_state(stage, memory)
         stage.habits.rebuildable = True
-    flights = [_flight_state(stage, flight, memory) for flight in stage.flights]
+    flights = [_flight_state(stage, flight, memory) for flight in stage.flights.in_air.values()]
     return {
         "version": stage.version,
         "parameters": [parameter.detach().clone() for parameter in stage.parameters],
@@ -334,7 +334,8 @@ def _changed(stage: "Stage", what: str) -> CheckpointError:
 
 def _refuse_hidden_state(stage: "Stage", memory: _Memory) -> None:
     """Builds one graph in flight a second time and looks for what was not saved by hooks."""
-    flight = next(flight for flight in stage.flights if flight.work and flight.work.outputs)
+    flights = stage.flights.in_air.values()
+    flight = next(flight for flight in flights if flight.work and flight.work.outputs)
     work = flight.work
     assert work is not None
     state = _work_state(work, memory)

@@ -1,7 +1,7 @@
 """A stage: a slice of the model with its optimizer, weight versions and batches in flight."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        return len(self.flights)
+        return len(self.flights.in_air)
 
     def entered(self, kind: str) -> AbstractContextManager[None]:
         """The context in which an action of this kind is to be launched."""
@@ -143,33 +143,33 @@ class Stage:
         It needs no gradient from the next stage, so it can be done while that is on its way.
         """
         if self.network.rule == "recompute":
-            self.runner.prepare(self.flights[batch])
+            self.runner.prepare(self.flights.in_air[batch])
 
     def backward(self, batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds a micro-batch's gradient to the weights'; returns the gradients of its inputs."""
         self.prepare(batch)
-        return self.runner.backward(self.flights[batch], gradients)
+        return self.runner.backward(self.flights.in_air[batch], gradients)
 
     def update(self) -> None:
         """Applies the gathered gradients: one optimizer step, one more version."""
-        self.runner.before_update()
-        self.runner.step()
+        self.runner.update()
         self.clip_to = None
         for parameter in self.trainable:
             parameter.grad = None
         for scheduler in self.schedulers:
             scheduler.step()
         self.version += 1
-        self.corrector.observe()
+        if self.corrector.active:
+            self.corrector.observe()
         self.flights.landed.clear()
         self._count_versions()
-        self.runner.after_update()
 
     def step(self) -> None:
         """The part of an update that a runner may record: clipping, and the optimizers' steps."""
         if self.clip_to is not None:
             self._scale(self.clip_to, [self._norms()])
-        with self.corrector.update(self.version):
+        corrected = self.corrector.update(self.version) if self.corrector.active else nullcontext()
+        with corrected:
             for optimizer in self.optimizers:
                 optimizer.step()
 
@@ -222,18 +222,19 @@ class Stage:
                 del self.old_versions[version]
         elif self.rule == "stash":
             needed: set[nn.Parameter] = set()
-            for flight in self.flights:
+            for flight in self.flights.in_air.values():
                 if flight.work is not None and not flight.lent and flight.version == self.version:
                     needed |= flight.work.graph.weights
-            move_to_fresh_storage(p for p in self.trainable if p in needed)
+            move_to_fresh_storage([p for p in self.trainable if p in needed])
 
     def _count_versions(self) -> None:
         kept = self.rule == "stash" or self.fill.kept_versions
         # No more versions are alive than there are flights: so there is seldom need to look.
-        if not kept or self.peak_versions > len(self.flights) + len(self.old_versions):
+        flights = self.flights.in_air.values()
+        if not kept or self.peak_versions > len(flights) + len(self.old_versions):
             return
         alive = {self.version, *self.old_versions}
-        alive |= {f.version for f in self.flights if f.work is not None and f.work.graph.weights}
+        alive |= {f.version for f in flights if f.work is not None and f.work.graph.weights}
         self.peak_versions = max(self.peak_versions, len(alive))
 
     def discard(self) -> None:
@@ -266,7 +267,7 @@ class Stage:
         for lent in (*self.old_versions.values(), *self.corrector.predicted_in_flight()):
             for parameter, values in zip(self.trainable, lent, strict=True):
                 storages.add_version(parameter, values)
-        works = list(self.flights.works())
+        works = self.flights.works()
         for work in works:
             storages.add_graph(work.graph)
             storages.add_tensors(nest.tensors(work.given))

@@ -17,7 +17,8 @@ the old one (:func:`move_to_fresh_storage`): a copy per version, never per batch
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,13 +85,13 @@ Saved = SavedWeight | SavedActivation
 Stashed = Callable[[nn.Parameter], Tensor]
 
 
+@dataclass(eq=False)
 class Graph:
     """What one in-flight graph holds; autograd owns the tensors, this only watches them."""
 
-    def __init__(self) -> None:
-        self._saved: list[weakref.ref[Saved]] = []
-        self.weights: set[nn.Parameter] = set()
-        """The parameters its backward will ask for."""
+    weights: set[nn.Parameter] = field(default_factory=set)
+    """The parameters its backward will ask for."""
+    _saved: list[weakref.ref[Saved]] = field(default_factory=list)
 
     def add(self, saved: Saved) -> Saved:
         self._saved.append(weakref.ref(saved))
@@ -169,8 +170,6 @@ class SavedTensors:
 
     def look_at(self, outputs: Iterable[Tensor]) -> None:
         """Ends the inspection of a stage's first graph."""
-        if self._habits.inspected:
-            return
         nodes = {output.grad_fn for output in outputs}
         seen = set(nodes)
         while nodes:
@@ -311,14 +310,15 @@ def move_to_fresh_storage(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return old
 
 
-@contextmanager
 def weights_set_to(
     parameters: Sequence[nn.Parameter], values: Sequence[Tensor] | None
-) -> Iterator[None]:
-    """Lends a module an older version of its weights; None leaves the newest in place."""
-    if values is None:
-        yield
-        return
+) -> AbstractContextManager[None]:
+    """Lends a module other values of its weights; None leaves them as they are."""
+    return nullcontext() if values is None else _set_to(parameters, values)
+
+
+@contextmanager
+def _set_to(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
     newest = [parameter.data for parameter in parameters]
     try:
         for parameter, value in zip(parameters, values, strict=True):
