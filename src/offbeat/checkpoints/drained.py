@@ -87,27 +87,21 @@ def _stage_state(stage: Stage, model: nn.Module) -> State:
     optimizers = []
     for number, optimizer in enumerate(stage.optimizers):
         state = optimizer.state_dict()
-        groups = [
-            {**group, "params": [names[id(p)] for p in held["params"]]}
-            for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True)
-        ]
-        of_weight = {
-            names[id(p)]: {key: _filled(value) for key, value in state["state"][index].items()}
-            for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True)
-            for index, p in zip(group["params"], held["params"], strict=True)
-            if index in state["state"]
+        groups, of_weight = [], {}
+        for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            own = [names[id(parameter)] for parameter in held["params"]]
+            groups.append({**group, "params": own})
+            for index, name in zip(group["params"], own, strict=True):
+                if index in state["state"]:
+                    known = state["state"][index].items()
+                    of_weight[name] = {key: _filled(value) for key, value in known}
+        stored = {
+            "kind": type(optimizer).__name__,
+            "groups": groups,
+            "weights": of_weight,
+            "scheduler": stage.schedulers[number].state_dict() if stage.schedulers else None,
         }
-        scheduler = stage.schedulers[number].state_dict() if stage.schedulers else None
-        optimizers.append(
-            copied(
-                {
-                    "kind": type(optimizer).__name__,
-                    "groups": groups,
-                    "weights": of_weight,
-                    "scheduler": scheduler,
-                }
-            )
-        )
+        optimizers.append(copied(stored))
     return {
         "version": stage.version,
         "optimizers": optimizers,

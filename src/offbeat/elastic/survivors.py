@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from offbeat.elastic.door import Admission
 from offbeat.transport import Pair, connect_two
 from offbeat.transport.base import Gathered, Key
-from offbeat.transport.link import Receiver, Sender
+from offbeat.transport.link import Connection
 from offbeat.transport.wire import Arrival
 
 log = logging.getLogger("offbeat")
@@ -88,22 +88,20 @@ class Survivors:
         """Threads that end when this is closed."""
         self.welcomes: dict[int, Tensor] = {}
         """What the others have given to this replica, if it has come back."""
-        self._senders: dict[int, Sender] = {}
-        self._receivers: list[Receiver] = []
+        self._connections: dict[int, Connection] = {}
         for other in self._others():
             self._connect(other, pairs[other])
 
     def _connect(self, other: int, pair: Pair) -> None:
         lost, arrived = partial(self._lost, other), partial(self._arrived, other)
         name = str(self._ranks[other % len(self._ranks)])
-        self._senders[other] = Sender(pair.outgoing, name, lost)
-        self._receivers.append(Receiver(pair.incoming, name, arrived, lost))
-        self._senders[other].start()
-        self._receivers[-1].start()
+        self._connections[other] = Connection(pair, name, arrived, lost)
+        self._connections[other].start()
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return [*self._senders.values(), *self._receivers, *self.helpers]
+        served = [thread for one in self._connections.values() for thread in one.threads]
+        return [*served, *self.helpers]
 
     def _others(self) -> list[int]:
         return sorted(self._left - {self._replica})
@@ -117,7 +115,7 @@ class Survivors:
             self._sent_s[key] = time.perf_counter()
             self._parts[key][self._replica] = rows
             for other in self._others():
-                self._senders[other].put(key, rows)
+                self._connections[other].put(key, rows)
             self._complete(key)
 
     def _complete(self, key: Key) -> None:
@@ -171,7 +169,7 @@ class Survivors:
             if replica in self._dead
         ]
         estate = {"dead": sorted(self._dead), "held": held}
-        self._senders[other].put(Key("obituary", self._stage, len(self._dead)), estate)
+        self._connections[other].put(Key("obituary", self._stage, len(self._dead)), estate)
 
     def _arrived(self, sender: int, arrival: Arrival) -> None:
         message = arrival.message()
@@ -201,7 +199,7 @@ class Survivors:
             self._left.add(admission.life)
             self._heard[admission.life] = set()
             self._connect(admission.life, pair)
-            self._senders[admission.life].put(Key("welcome", self._stage, admission.step), gift)
+            self._connections[admission.life].put(Key("welcome", self._stage, admission.step), gift)
             if self._dead:
                 self._send_obituary(admission.life)
             self.say_who_is_back(admission)
@@ -231,5 +229,5 @@ class Survivors:
         with self._lock:
             if not self.closing:
                 self.closing = True
-                for sender in self._senders.values():
-                    sender.say_goodbye()
+                for connection in self._connections.values():
+                    connection.say_goodbye()

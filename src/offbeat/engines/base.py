@@ -90,7 +90,7 @@ class Engine(ABC):
     @property
     def size(self) -> int:
         """How many processes train together."""
-        return 1
+        return 1 + max(map(max, self.placement.ranks))
 
     @property
     def mesh(self) -> DeviceMesh | None:

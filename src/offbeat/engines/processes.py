@@ -86,8 +86,7 @@ class Processes(Engine):
         self.timeout_s = timeout_s
         again = return_number()
         rank = int(os.environ["RANK"]) if again else groups.rank()
-        self._size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
-        check_size(self._size, stages, replicas)
+        check_size(int(os.environ["WORLD_SIZE"]) if again else groups.size(), stages, replicas)
         super().__init__(Placement.one_each(stages, replicas, rank))
         self.replica, self.stage = divmod(rank, stages)
         self.stages, self.replicas = stages, replicas
@@ -96,7 +95,7 @@ class Processes(Engine):
             check_return(groups.size(), stages, outlive)
         self._everyone, self._row_group, self._peers = self._groups()
         # Whose ledgers and the like are put together: whoever cannot die without this process.
-        self._ranks = [self.replica * stages + stage for stage in range(stages)]
+        self._ranks = list(self.placement.ranks[self.replica])
         self._company = self._ranks if outlive else list(range(self.size))
         self._company_group = self._row_group if outlive else self._everyone
         name = self._everyone.group_name
@@ -154,10 +153,6 @@ class Processes(Engine):
         elif self._peers is not None:
             mailbox.peers = groups.Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
         return mailbox
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def run(self) -> None:
         """The others run theirs, and messages keep them in step."""
@@ -340,11 +335,10 @@ class Processes(Engine):
         self._meetings += 1
         name = f"{name}/{self._meetings}"
         self._notes.tell(name, [value])
-        found = self._notes.hear(
-            name, None, lambda: self.transport.failed or time.monotonic() > deadline
-        )
+        found = self._notes.hear(name, None, lambda: self.has_failed or time.monotonic() > deadline)
         for rank, note in enumerate(found):
-            if note is None and not self._goes_on_without(rank):
+            needed = rank in self._company or not self._board.is_dead(rank // self.stages)
+            if note is None and needed:
                 raise self.transport.failure or self._board.failure() or self._missed(rank)
         return [LOST if note is None else note[0] for note in found]
 
@@ -354,17 +348,12 @@ class Processes(Engine):
             f" than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own output says why."
         )
 
-    def _goes_on_without(self, rank: int) -> bool:
-        """Whether a process has died and this one does not have to."""
-        own = rank in self._company
-        return not own and self._board.is_dead(rank // self.stages)
-
     def first_row(self) -> list[int]:
         """All who are left say the same."""
-        rows = [range(r * self.stages, (r + 1) * self.stages) for r in range(self.replicas)]
+        rows = self.placement.ranks
         if self.size == len(self._company):
             return list(rows[0])
-        came = self.meet("left", None)  # this process's own row always comes, or the meeting fails
+        came = self.meet("left")  # this process's own row always comes, or the meeting fails
         return next(list(row) for row in rows if all(came[rank] is not LOST for rank in row))
 
     @property
@@ -374,7 +363,7 @@ class Processes(Engine):
 
     @property
     def has_failed(self) -> bool:
-        return self.transport.failed
+        return self.transport.failure is not None
 
     def notes(self) -> Notes:
         return self._board.notes()

@@ -1,7 +1,5 @@
 """Links over sockets, by gloo: they reach wherever the processes of a run reach each other."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from struct import Struct
 from typing import Any
@@ -20,15 +18,6 @@ _LENGTH = Struct("<q")
 _LONGEST_HEADER_BYTES = 1 << 28
 
 
-@contextmanager
-def _broken_by_gloo() -> Iterator[None]:
-    """Gloo says with a RuntimeError what others say with an OSError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionError(str(error)) from error
-
-
 class Gloo(Link):
     """A group of two: what is sent is written out of the sender's own memory."""
 
@@ -41,8 +30,7 @@ class Gloo(Link):
     def __init__(self, end: End) -> None:
         timeout = timedelta(seconds=end.timeout_s)
         self._other = int(end.sends)
-        with _broken_by_gloo():
-            self._group: Any = dist.ProcessGroupGloo(end.store, 1 - self._other, 2, timeout)
+        self._group: Any = dist.ProcessGroupGloo(end.store, 1 - self._other, 2, timeout)
         self._start = torch.empty(HEADER_BYTES, dtype=torch.uint8)
 
     def send(self, parcel: Parcel) -> None:
@@ -73,9 +61,7 @@ class Gloo(Link):
         return arrival
 
     def _send(self, tensor: Tensor) -> None:
-        with _broken_by_gloo():
-            self._group.send([tensor], self._other, 0).wait(FOREVER)
+        self._group.send([tensor], self._other, 0).wait(FOREVER)
 
     def _receive(self, buffer: Tensor) -> None:
-        with _broken_by_gloo():
-            self._group.recv([buffer], self._other, 0).wait(FOREVER)
+        self._group.recv([buffer], self._other, 0).wait(FOREVER)
