@@ -160,12 +160,8 @@ class Processes(Engine):
             while worker.pending:
                 worker.advance()
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self._mesh
-
     @cached_property
-    def _mesh(self) -> DeviceMesh:
+    def mesh(self) -> DeviceMesh:
         """The processes as a grid with the axes "replica" and "stage"; all must ask for it."""
         if return_number():
             raise ConfigurationError(

@@ -1,8 +1,7 @@
 """What a kind of transport is: links, each one direction between two processes.
 
-A kind of link is a class with a name in a file of its own; its place in the registry
-(:data:`offbeat.transport.LINKS`) says where it comes in the order of preference. Whatever is the
-same for all kinds is here and in the mailbox: queues, threads, failures, passing on.
+Whatever is the same for all kinds is here and in the mailbox: queues, threads, failures, passing
+on.
 """
 
 import queue
