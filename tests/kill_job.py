@@ -91,7 +91,7 @@ def marker(rank: int, marks: mmap.mmap, plan: Plan) -> Mark:
         return agree(*args, **settings)
 
     mock.patch.object(dist, "new_group", new_group_marked).start()
-    mock.patch.object(Processes, "agree_on_setup", agree_marked).start()
+    mock.patch.object(Processes, "agree", agree_marked).start()
     return mark
 
 
@@ -134,7 +134,8 @@ def free_port() -> int:
 
 def kill(plan: Plan, pid: int, marks: mmap.mmap) -> str:
     """Waits for the phase and the delay after its beginning; returns the phase that was hit."""
-    while PHASES[marks[plan["rank"]]] != plan["phase"]:
+    gives_up = time.monotonic() + _NOBODY_LIVES_LONGER_S
+    while PHASES[marks[plan["rank"]]] != plan["phase"] and time.monotonic() < gives_up:
         time.sleep(0.001)
     if plan["delay_s"] is not None:
         time.sleep(plan["delay_s"])

@@ -26,10 +26,11 @@ import torch
 
 from offbeat.errors import ConfigurationError, MissingExtra
 from offbeat.zoo import DATA, Loader, batches, data_named, digits
-from offbeat.zoo.data import published
+from offbeat.zoo.data import resources
 from offbeat.zoo.data.bpe import read_merges
-from offbeat.zoo.data.finding import Resource, find
+from offbeat.zoo.data.files import find
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
+from offbeat.zoo.data.resources import Resource
 from offbeat.zoo.data.text import Tokens, token_loss
 
 
@@ -619,7 +620,7 @@ def test_enwik8_is_cut_at_90_and_95_percent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
     raw = bytes(range(200)) * 5
-    monkeypatch.setattr(published, "ENWIK8_UNPACKED", (len(raw), f"md5:{md5(raw).hexdigest()}"))
+    monkeypatch.setattr(resources, "ENWIK8_UNPACKED", (len(raw), f"md5:{md5(raw).hexdigest()}"))
     path = tmp_path / packing
     if packing.endswith("zip"):
         with zipfile.ZipFile(path, "w") as archive:
@@ -630,10 +631,10 @@ def test_enwik8_is_cut_at_90_and_95_percent(
     data = data_named("enwik8", tmp_path, context=16, download=False)
     parts = [data.train, data.validation, data.test]
     assert [len(part.numbers) for part in parts if isinstance(part, Tokens)] == [900, 50, 50]
-    monkeypatch.setattr(published, "ENWIK8_UNPACKED", (len(raw), "md5:0"))
+    monkeypatch.setattr(resources, "ENWIK8_UNPACKED", (len(raw), "md5:0"))
     with pytest.raises(ConfigurationError, match=f"{packing} is damaged: checksum md5:.*md5:0"):
         data_named("enwik8", tmp_path, context=16)
-    monkeypatch.setattr(published, "ENWIK8_UNPACKED", (10**8, "md5:0"))
+    monkeypatch.setattr(resources, "ENWIK8_UNPACKED", (10**8, "md5:0"))
     with pytest.raises(ConfigurationError, match="1,000 bytes unpacked instead of 100,000,000"):
         data_named("enwik8", tmp_path, context=16)
 
@@ -649,8 +650,8 @@ def test_wikitext_has_three_parts_and_counts_line_ends(
             for name, raw in files.items():
                 archive.writestr(f"wikitext-2/{name}", raw)
         found = md5((tmp_path / "wikitext-2-v1.zip").read_bytes()).hexdigest()
-        changed = replace(published.WIKITEXT_2, checksum=f"md5:{found}")
-        monkeypatch.setattr(published, "WIKITEXT_2", changed)
+        changed = replace(resources.WIKITEXT_2, checksum=f"md5:{found}")
+        monkeypatch.setattr(resources, "WIKITEXT_2", changed)
     else:
         write_all(tmp_path / "wikitext-2", files)
     data = data_named("wikitext-2", tmp_path, context=4, download=False)

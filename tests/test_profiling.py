@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import offbeat
 from helpers import assert_same_bits, cnn, image_batches, trainer_for
-from offbeat.cutting import timing as profiling
-from offbeat.cutting.timing import cut_by_time
+from offbeat.cutting import costs
+from offbeat.cutting.costs import cut_by_time
 from offbeat.cutting.ways import plan_cut
 from offbeat.engines.checks import check_balance
 from offbeat.errors import ConfigurationError
@@ -58,8 +58,8 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 def test_stages_side_by_side_are_charged_for_their_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight layers alike alone; among others, the first two take five times as long."""
     modules = [nn.Linear(4, 4) for _ in range(8)]
-    monkeypatch.setattr(profiling, "_Recording", lambda work: work)
-    monkeypatch.setattr(profiling, "seconds_of", lambda work: 1.0)
+    monkeypatch.setattr(costs, "_Recording", lambda work: work)
+    monkeypatch.setattr(costs, "seconds_of", lambda work: 1.0)
 
     def together(passes: Sequence[Any]) -> list[float]:
         found = []
@@ -68,7 +68,7 @@ def test_stages_side_by_side_are_charged_for_their_company(monkeypatch: pytest.M
             found.append(sum(5.0 if modules.index(layer) < 2 else 1.0 for layer in layers))
         return found
 
-    monkeypatch.setattr(profiling, "_seconds_together", together)
+    monkeypatch.setattr(costs, "_seconds_together", together)
     assert cut_by_time(modules, torch.ones(2, 4), 4, side_by_side=True)[:2] == [1, 2]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.cutting.counting import count_operations
+from offbeat.cutting.costs import count_operations
 from offbeat.cutting.ways import plan_cut
 from offbeat.errors import BatchError, ConfigurationError, OffbeatError
 from offbeat.zoo import (

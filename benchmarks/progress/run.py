@@ -18,8 +18,7 @@ from rich.console import Console
 
 import offbeat
 from offbeat.app.cli.live import Screen
-from offbeat.app.progress import Progress
-from offbeat.app.recorder import Recorder
+from offbeat.app.progress import Progress, Recorder
 from offbeat.app.runs import RunWriter
 from offbeat.zoo import resnet
 

@@ -15,7 +15,7 @@
 Every message names the value, the rule and the next step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 
@@ -68,14 +68,6 @@ class CheckpointError(OffbeatError, RuntimeError):
 
 class MissingExtra(OffbeatError, ImportError):
     """An optional package is not installed; the message has the line that installs it."""
-
-
-def other_shape(was: Sequence[int], now: Sequence[int]) -> BatchError:
-    """The error for a batch that a traced model was not traced for."""
-    return BatchError(
-        f"this model was traced for inputs of {tuple(was)} and was given {tuple(now)}: a traced"
-        " model takes one shape. Use DataLoader(..., drop_last=True)."
-    )
 
 
 def unknown(what: str, value: object, known: Iterable[str]) -> ConfigurationError:

@@ -14,11 +14,14 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from offbeat.errors import ConfigurationError
 from offbeat.schedules.table import Action, parse_actions
+
+Kind = Literal["delay", "fail", "kill"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class _Slow:
 @dataclass(frozen=True)
 class _Event:
     action: Action
-    kind: Literal["delay", "fail", "kill"]
+    kind: Kind
     amount: float = 0.0
 
 
@@ -42,7 +45,7 @@ class Faults:
 
     _slows: tuple[_Slow, ...] = ()
     _events: tuple[_Event, ...] = ()
-    counts: dict[str, int] = field(default_factory=dict, compare=False)
+    counts: Counter[str] = field(default_factory=Counter, compare=False)
     """How often each kind of fault has struck in this process."""
 
     def slow(
@@ -71,9 +74,7 @@ class Faults:
         """Ends the process by a signal before one action."""
         return self._at(action, "kill", signal_number)
 
-    def _at(
-        self, action: str, kind: Literal["delay", "fail", "kill"], amount: float = 0.0
-    ) -> "Faults":
+    def _at(self, action: str, kind: Kind, amount: float = 0.0) -> "Faults":
         (parsed,) = parse_actions(action)
         return replace(self, _events=(*self._events, _Event(parsed, kind, amount)))
 
@@ -90,7 +91,7 @@ class Faults:
         """Called by a worker ahead of each action."""
         for event in self._events:
             if event.action == action:
-                self._count(event.kind)
+                self.counts[event.kind] += 1
                 if event.kind == "delay":
                     time.sleep(event.amount)
                 elif event.kind == "kill":
@@ -102,8 +103,5 @@ class Faults:
         """Called by a worker after each forward and backward with the time it took."""
         extra = self.slowdown(stage, step)
         if extra:
-            self._count("slow")
+            self.counts["slow"] += 1
             time.sleep(extra * elapsed_s)
-
-    def _count(self, kind: str) -> None:
-        self.counts[kind] = self.counts.get(kind, 0) + 1

@@ -96,17 +96,14 @@ class Choice:
     def read(cls, value: Any, what: str) -> "Choice":
         if isinstance(value, cls):
             return value
-        settings: dict[str, Any]
         if isinstance(value, Mapping):
             if not isinstance(value.get("name"), str):
                 raise ConfigurationError(f'{what}: a table needs a name, as in name = "adl".')
             stored = set(value) == {"name", "settings"}  # as a run keeps it
-            settings = (
-                value["settings"] if stored else {k: v for k, v in value.items() if k != "name"}
-            )
-            return cls(value["name"], dict(settings))
+            table = value["settings"] if stored else {k: value[k] for k in value if k != "name"}
+            return cls(value["name"], dict(table))
         name, _, rest = str(value).partition(":")
-        settings = {}
+        settings: dict[str, Any] = {}
         for part in _split_settings(rest):
             key, equals, text = part.partition("=")
             if not equals or not key.strip().isidentifier():
@@ -140,9 +137,7 @@ def split_choices(text: str) -> list[str]:
 
 
 def spell(value: Any) -> str:
-    """A setting as the command line has it, also as it comes back from a stored run."""
-    if isinstance(value, Mapping) and "name" in value:
-        return str(Choice(value["name"], value.get("settings", {})))
+    """A setting as the command line has it."""
     if isinstance(value, list | tuple):
         return ",".join(map(spell, value)) or "none"
     return str(value)

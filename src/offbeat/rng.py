@@ -17,8 +17,17 @@ import torch
 
 def seed_for(seed: int, *, stage: int, micro_batch: int, replica: int = 0) -> int:
     """The seed of one forward pass; a reference loop with dropout can use the same."""
-    key = f"{seed}/{replica}/{stage}/{micro_batch}".encode()
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+    return _seed_of(seed, replica, stage, micro_batch)
+
+
+def generator(*key: object) -> torch.Generator:
+    """A generator of its own per key: the caller's global state stays where it is."""
+    return torch.Generator().manual_seed(_seed_of(*key))
+
+
+def _seed_of(*key: object) -> int:
+    digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 @contextmanager

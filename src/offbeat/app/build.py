@@ -85,21 +85,16 @@ def device_of(name: str) -> torch.device:
 
 
 def method_of(experiment: Experiment, steps_per_epoch: int) -> Method | Auto:
-    name = experiment.method.name
-    if name.lower() == "auto":
-        return _auto(experiment)
-    method = method_named(name, **experiment.method.settings)
-    if experiment.hybrid is None:
-        return method
-    return Phases((method, experiment.hybrid * steps_per_epoch), (Synchronous(), None))
-
-
-def _auto(experiment: Experiment) -> Auto:
-    if experiment.hybrid is not None:
+    name, settings, hybrid = experiment.method.name, experiment.method.settings, experiment.hybrid
+    if name.lower() != "auto":
+        method = method_named(name, **settings)
+        if hybrid is None:
+            return method
+        return Phases((method, hybrid * steps_per_epoch), (Synchronous(), None))
+    if hybrid is not None:
         raise ConfigurationError(
             "hybrid with method auto: run auto once, and give the method it prints by its name."
         )
-    settings = experiment.method.settings
     odd = sorted(set(settings) - {"hop"})
     if odd:
         raise ConfigurationError(f"auto has no setting {odd[0]!r}: it takes hop.")

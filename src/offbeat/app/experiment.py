@@ -4,8 +4,9 @@ Nothing here imports torch, so that ``offbeat train --help`` answers at once.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -15,8 +16,6 @@ from offbeat.registry import Choice, split_choices
 
 Optimizer = Literal["sgd", "adam", "adamw", "muon"]
 Decay = Literal["constant", "cosine", "linear", "step", "one-cycle"]
-
-
 Role = Literal["recipe", "run", "machine", "upkeep"]
 """What a setting is part of:
 
@@ -29,24 +28,24 @@ Role = Literal["recipe", "run", "machine", "upkeep"]
 _LARGEST = 3e38
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """As it comes back from JSON, where tuples are lists and keys are text, at any depth."""
     if isinstance(value, Mapping):
-        return {str(key): plain(part) for key, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+        return {str(key): _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Keys with underscores; two spellings of one would lose a value."""
-    found: dict[str, Any] = {}
+    by_field: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name in found:
+        if name in by_field:
             raise ConfigurationError(
                 f"{name} is there twice{where}, with a dash and with an underscore: give one."
             )
-        found[name] = value
-    return found
+        by_field[name] = value
+    return by_field
 
 
 def _setting(
@@ -155,7 +154,7 @@ class Experiment:
     def read(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":
         """From flags or a TOML table: names checked, texts turned into what a field holds."""
         known = {f.name: f for f in fields(cls)}
-        made = {}
+        given = {}
         for name, value in _by_field(values, where).items():
             if name not in known:
                 raise unknown(f"setting{where}", name, sorted(known))
@@ -165,10 +164,13 @@ class Experiment:
                     f"method {value!r}: corrections have a setting of their own. Give method"
                     f" {method} and correction {'+'.join(rest)}."
                 )
-            made[name] = _typed(known[name].type, value, name)
-        experiment = cls(**made)
-        experiment._check()
-        return experiment
+            given[name] = _typed(known[name].type, value, name)
+        return cls(**given)
+
+    @classmethod
+    def of_run(cls, config: Mapping[str, Any]) -> "Experiment":
+        """What a stored run was asked for; it may be older than a setting."""
+        return cls.read({f.name: config[f.name] for f in fields(cls) if f.name in config})
 
     @classmethod
     def from_toml(cls, path: str | Path) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class Experiment:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigurationError(f"{path} is not TOML: {error}.") from None
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         for each in fields(self):
             value, least = getattr(self, each.name), each.metadata["least"]
             if None not in (value, least) and value < least:
@@ -215,17 +217,26 @@ class Experiment:
         """Plain values, as stored with a run; :meth:`read` takes them back."""
         return asdict(self)
 
+    def unlike(self, other: "Experiment", *roles: Role) -> list[str]:
+        """The settings with these roles in which they differ, be one of them stored."""
+        ours, theirs = _plain(self.as_dict()), _plain(other.as_dict())
+        return [name for name in names_of(*roles) if ours[name] != theirs[name]]
+
 
 def names_of(*roles: Role) -> tuple[str, ...]:
     """The settings that are part of these."""
     return tuple(f.name for f in fields(Experiment) if f.metadata["role"] in roles)
 
 
-def _number(value: Any) -> float:
-    number = float(value)
+def _number(text: str) -> float:
+    number = float(text)
     if number != number:
         raise ValueError
     return number
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {int: int, float: _number}
+"""Of text; everything else is text itself."""
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
@@ -233,30 +244,22 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
     if isinstance(kind, UnionType):
         if value in (None, "none", "None"):
             return None
-        (kind,) = (option for option in get_args(kind) if option is not type(None))
+        kind, _ = get_args(kind)
     try:
         if kind is Choice:
             return Choice.read(value, name)
-        if get_origin(kind) is tuple:
-            inner = _number if get_args(kind)[0] is float else get_args(kind)[0]
-            if inner is Choice:
-                listed = [value] if isinstance(value, str | Mapping | Choice) else list(value)
-                choices: list[Any] = []
-                for given in listed:
-                    choices += split_choices(given) if isinstance(given, str) else [given]
-                return tuple(_typed(Choice, choice, name) for choice in choices)
-            if isinstance(value, Mapping):
-                raise ValueError
-            parts = value.split(",") if isinstance(value, str) else list(value)
-            return tuple(inner(str(part).strip()) for part in parts if str(part).strip())
-        if kind is bool:
-            if isinstance(value, bool):
-                return value
-            raise ValueError
-        if kind is int and not isinstance(value, bool):
-            return int(str(value))
-        if kind is float and not isinstance(value, bool):
-            return _number(value)
+        if kind == tuple[Choice, ...]:
+            several = [value] if isinstance(value, str | Mapping | Choice) else list(value)
+            parts = [split_choices(each) if isinstance(each, str) else [each] for each in several]
+            return tuple(Choice.read(part, name) for part in chain(*parts))
+        if get_origin(kind) is tuple and not isinstance(value, Mapping):
+            texts = value.split(",") if isinstance(value, str) else map(str, value)
+            read = _READERS.get(get_args(kind)[0], str)
+            return tuple(read(text.strip()) for text in texts if text.strip())
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind in _READERS:
+            return _READERS[kind](str(value))
         if get_origin(kind) is Literal or kind is str:
             return str(value)
     except ConfigurationError:

@@ -96,11 +96,11 @@ def summarize_guards(
         norm = math.sqrt(squares[update.replica, update.update]) if by_model else update.norm
         return clip is not None and update.outcome == "applied" and norm > clip
 
-    found = {}
+    summaries = {}
     for place, of in places.items():
         norms = [update.norm for update in of if math.isfinite(update.norm)]
         outcomes = Counter(update.outcome for update in of)
-        found[place] = {
+        summaries[place] = {
             "updates": len(of),
             "dropped": len(of) - outcomes["applied"],
             "skipped": outcomes["skipped"],
@@ -111,4 +111,4 @@ def summarize_guards(
             "largest_norm": max(norms, default=0.0),
             "largest_lag": max(update.lag for update in of),
         }
-    return found
+    return summaries

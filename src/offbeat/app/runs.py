@@ -117,9 +117,9 @@ class RunWriter:
 def _cut_after(file: TextIO, lines: int) -> int:
     """Cuts a file after so many lines; returns how many there were."""
     file.seek(0)
-    found = sum(1 for _ in zip(range(lines), iter(file.readline, ""), strict=False))
+    count = sum(1 for _ in zip(range(lines), iter(file.readline, ""), strict=False))
     file.truncate(file.tell())
-    return found
+    return count
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
-from offbeat.app.experiment import Experiment, names_of, plain
+from offbeat.app.experiment import Experiment
 from offbeat.app.runs import CONFIG, Run
 from offbeat.errors import ConfigurationError
 from offbeat.registry import Choice, spell, split_choices
@@ -44,7 +44,7 @@ def plan(
 
     A method may bring corrections of its own: ``pipedream+spike-compensation``.
     """
-    found = {}
+    planned = {}
     for seed, count, text in product(range(seeds), stages, ["synchronous", *methods]):
         method, *own = (Choice.read(part, "--methods") for part in split_choices(text))
         corrections = (*base.correction, *own)
@@ -55,12 +55,12 @@ def plan(
                     f"--methods {text}: without lag a correction changes nothing. Leave it out."
                 )
             count, corrections = 1, ()
-        label = "+".join(map(str, (method, *corrections)))
-        name = f"{label.replace(':', '-').replace('=', '')}-K{count}-seed{seed}"
-        found[name] = replace(
+        experiment = replace(
             base, method=method, correction=corrections, stages=count, cuts=(), ppv=(), seed=seed
         )
-    return found
+        label = _method_name(experiment).replace(":", "-").replace("=", "")
+        planned[f"{label}-K{count}-seed{seed}"] = experiment
+    return planned
 
 
 def run_study(
@@ -73,18 +73,18 @@ def run_study(
     from offbeat.app.training import check_experiment, run_experiment
 
     runs = []
-    of_one_seed = {(spell((e.method, *e.correction)), e.stages): e for e in planned.values()}
+    of_one_seed = {(_method_name(e), e.stages): e for e in planned.values()}
     for experiment in of_one_seed.values():
         check_experiment(experiment)  # before hours are spent on the others
     for number, (name, experiment) in enumerate(planned.items(), 1):
         place = folder / name
         begun = (place / CONFIG).exists()
         if begun:
-            found = Run.load(place)
-            _check_same(found, experiment)
-            if found.summary.get("status") == "finished":
+            stored = Run.load(place)
+            _check_same(stored, experiment)
+            if stored.summary.get("status") == "finished":
                 say(f"{number}/{len(planned)} {name}: found")
-                runs.append(found)
+                runs.append(stored)
                 continue
         summary = run_experiment(experiment, place, resume=begun)
         if summary["status"] != "finished":
@@ -100,48 +100,42 @@ def run_study(
     return runs
 
 
-def _check_same(found: Run, wanted: Experiment) -> None:
-    usual = Experiment().as_dict()
-    for key, value in wanted.as_dict().items():
-        stored = found.config.get(key, usual[key])  # a run may be older than a setting
-        if key not in names_of("machine", "upkeep") and plain(stored) != plain(value):
-            raise ConfigurationError(
-                f"{found.folder} was run with {key}={spell(stored)}, and this study asks for"
-                f" {spell(value)}: give another folder (--out)."
-            )
+def _check_same(run: Run, wanted: Experiment) -> None:
+    stored = Experiment.of_run(run.config)
+    for name in stored.unlike(wanted, "recipe", "run"):
+        raise ConfigurationError(
+            f"{run.folder} was run with {name}={spell(getattr(stored, name))}, and this study asks"
+            f" for {spell(getattr(wanted, name))}: give another folder (--out)."
+        )
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
     """Seeds put together, each compared with synchronous training of the same seed."""
     by_seed: dict[tuple[str, int], dict[int, Run]] = {}
     for run in runs:
-        key = (_method_name(run), int(run.config["stages"]))
-        by_seed.setdefault(key, {})[int(run.config["seed"])] = run
-    synchronous = {
-        run.config["seed"]: _score(run) for run in runs if _method_name(run) == "synchronous"
-    }
-    cells = []
-    for (method, stages), found in by_seed.items():
-        cells.append(
-            Cell(
-                method,
-                stages,
-                tuple(next(iter(found.values())).config["lags"]),
-                tuple(_score(run) for run in found.values()),
-                tuple(
-                    _score(run) - synchronous[seed]
-                    for seed, run in found.items()
-                    if seed in synchronous
-                ),
-            )
+        experiment = Experiment.of_run(run.config)
+        key = _method_name(experiment), int(run.config["stages"])
+        by_seed.setdefault(key, {})[experiment.seed] = run
+    synchronous = next((of for (method, _), of in by_seed.items() if method == "synchronous"), {})
+    return [
+        Cell(
+            method,
+            stages,
+            tuple(next(iter(of_method.values())).config["lags"]),
+            tuple(map(_score, of_method.values())),
+            tuple(
+                _score(run) - _score(synchronous[seed])
+                for seed, run in of_method.items()
+                if seed in synchronous
+            ),
         )
-    return cells
+        for (method, stages), of_method in by_seed.items()
+    ]
 
 
-def _method_name(run: Run) -> str:
+def _method_name(experiment: Experiment) -> str:
     """With its corrections, as ``--methods`` has it."""
-    chosen = [run.config["method"], *run.config.get("correction", ())]
-    return "+".join(map(spell, chosen))
+    return "+".join(map(str, (experiment.method, *experiment.correction)))
 
 
 def _score(run: Run) -> float:

@@ -1,12 +1,12 @@
 """Carrying out a run: what ``offbeat train`` and ``offbeat study`` do."""
 
-import logging
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 
 from offbeat.app.build import build, check_batches, data_of, device_of
 from offbeat.app.experiment import Experiment
-from offbeat.app.progress import Progress, Watcher
-from offbeat.app.recorder import Recorder, Saver
+from offbeat.app.progress import Progress, Recorder, Saver, Watcher
 from offbeat.app.results import describe_run, summarize_run
 from offbeat.app.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
 from offbeat.methods.auto import shown_on
@@ -30,20 +29,9 @@ _LEDGER_ENTRIES = 4000
 def check_experiment(experiment: Experiment) -> None:
     """Refuses what could not be trained, without training it."""
     data = data_of(experiment)
-    with _silence():  # "auto" explains itself when it runs
+    with shown_on(StringIO()):  # to nobody: "auto" explains itself when it runs
         trainer = build(experiment, data, 1)
     check_batches(experiment, data, trainer)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """The library's logger says nothing: it will, when the run begins."""
-    log = logging.getLogger("offbeat")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def run_experiment(
@@ -57,12 +45,11 @@ def run_experiment(
 
     ``resume``: goes on from the newest checkpoint in the folder, if there is one.
     """
-    device = device_of(experiment.device)
     data = data_of(experiment)
     loader = data.loader(
         experiment.batch_size,
         seed=experiment.seed,
-        device=device,
+        device=device_of(experiment.device),
         augment=experiment.augment,
         drop_last=experiment.drop_last,
     )
@@ -70,7 +57,7 @@ def run_experiment(
         trainer = build(experiment, data, len(loader))
     check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
-    looking = watchers() if trainer.rank == 0 else []
+    shown = watchers() if trainer.rank == 0 else []
     saved = trainer.resume(folder / CHECKPOINTS).data if resume else None
     writer = None
     if trainer.rank == 0:
@@ -80,21 +67,20 @@ def run_experiment(
     saver = Saver(experiment, folder / CHECKPOINTS, progress, recorder)
     if saved is not None:
         saver.go_on_from(saved)
+    watching = [recorder, *shown]
+    training = _Training(experiment, data, loader, trainer, progress, watching, saver)
     status = "failed"
     try:
-        for watcher in looking:
+        for watcher in shown:
             watcher.begin(trainer, progress)
         with _counting_interrupts() as interrupted:
-            training = _Training(
-                experiment, data, loader, trainer, progress, [recorder, *looking], saver
-            )
             status = training.run(interrupted)
         saver.finish(trainer)
     finally:
-        for watcher in looking:
+        for watcher in shown:
             watcher.end(status)
         if status == "failed" and writer is not None:
-            writer.add("end", **recorder.place(progress), status=status)
+            recorder.end(progress, status)
             writer.close()
     # A hybrid clips first by stage and then by model, which no count tells apart.
     clip = experiment.clip if experiment.hybrid is None else None
@@ -102,7 +88,7 @@ def run_experiment(
     readings = trainer.readings  # everything that all processes must be asked for, then the files
     summary = {"status": status} | summarize_run(trainer, ledger, progress, recorder.time_s, clip)
     if writer is not None:
-        writer.add("end", **recorder.place(progress), status=status)
+        recorder.end(progress, status)
         torch.save(state, writer.folder / MODEL)
         if len(readings):
             readings.save(writer.folder / READINGS)
@@ -130,18 +116,16 @@ class _Training:
             return "finished"
         while progress.epoch < epochs:
             ended = self._run_epoch(interrupted)
+            if ended is None:
+                progress.epoch += 1
+                ended = "finished" if progress.epoch == epochs else None
             if ended is not None:
                 self._probe()
                 self._finish()
                 return ended
-            progress.epoch += 1
-            due = progress.epoch % self.experiment.evaluate_every == 0
-            if due or progress.epoch == epochs:
+            if progress.epoch % self.experiment.evaluate_every == 0:
                 self._probe()
-                if progress.epoch == epochs:
-                    self._finish()
-                else:
-                    self._evaluate()
+                self._evaluate()
         return "finished"
 
     def _run_epoch(self, interrupted: Callable[[], bool]) -> str | None:

@@ -15,7 +15,7 @@ which the suffix uses nothing of the prefix. Both ways are run on the first batc
 weights, behind which nothing can hide, and a model that is not like that is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.cutting.anatomy import Anatomy, hidden_of, look_at
 from offbeat.cutting.compare import compare_with_whole, explain_failure, find_loan
 from offbeat.cutting.cut import Balance, Cut, Wish, check_places
+from offbeat.cutting.ends import Ends, find_ends, hidden_of
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
 from offbeat.stages.trial import call, leave_untouched
@@ -47,8 +47,9 @@ class BlocksCut(Cut):
         lists = _lists_of(model)
         if not lists or (paths and paths[0].rpartition(".")[0] not in lists):
             return None
-        found = [_find_list(model, lists, path) for path in paths]
-        path = found[0] if found else max(lists, key=lambda name: len(lists[name]))
+        longest = max(lists, key=lambda name: len(lists[name]))
+        found = [_find_list(model, lists, path, longest) for path in paths]
+        path = found[0] if found else longest
         blocks = len(lists[path])
         if wish.count > blocks:
             raise ConfigurationError(
@@ -70,14 +71,15 @@ class BlocksCut(Cut):
     def make(self, batch: Nest, balance: Balance) -> "BlocksCut":
         lend = find_loan(self.model, batch)
         with lend(), leave_untouched([self.model]):
-            anatomy = look_at(self.model, self.path, batch)
+            ends = find_ends(self.model, self.path, batch)
         places = self.places
         if places is None:
+            blocks = len(list(self.model.get_submodule(self.path).children()))
             # The smallest pieces: a block each, with the prefix or the suffix at an end.
-            pieces = _stages_of(self.model, anatomy, range(1, anatomy.blocks))
+            pieces = _stages_of(self.model, ends, range(1, blocks))
             with explain_failure(self.model, self.path):
                 places = tuple(balance(pieces, batch, self.stages))
-        stages = _stages_of(self.model, anatomy, [int(place) for place in places])
+        stages = _stages_of(self.model, ends, [int(place) for place in places])
         compare_with_whole(self.model, stages, batch, self.path, lend)
         return replace(self, places=places, modules=tuple(stages))
 
@@ -86,25 +88,24 @@ def _lists_of(model: nn.Module) -> dict[str, nn.ModuleList]:
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
 
 
-def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str) -> str:
+def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str) -> str:
     """The path of the list that a block is in."""
     owner, _, number = path.rpartition(".")
     if owner in lists and number.isdigit() and int(number) < len(lists[owner]):
         return owner
-    longest = max(lists, key=lambda name: len(lists[name]))
     raise ConfigurationError(
         f"cuts: {path!r} is not a block of this {type(model).__name__}. A stage begins at a block"
         f" of a ModuleList: here {longest}.1 to {longest}.{len(lists[longest]) - 1}."
     )
 
 
-def _stages_of(model: nn.Module, anatomy: Anatomy, places: Sequence[int]) -> list[nn.Module]:
+def _stages_of(model: nn.Module, ends: Ends, places: Sequence[int]) -> list[nn.Module]:
     """The stages of a model of which the later ones begin at these blocks."""
-    blocks = list(model.get_submodule(anatomy.path).children())
-    stages: list[nn.Module] = [_First(model, anatomy, blocks[: places[0]])]
+    blocks = list(model.get_submodule(ends.path).children())
+    stages: list[nn.Module] = [_First(model, ends, blocks[: places[0]])]
     for begin, end in pairwise(places):
         stages.append(_Middle(blocks[begin:end]))
-    return [*stages, _Last(model, anatomy, blocks[places[-1] :])]
+    return [*stages, _Last(model, ends, blocks[places[-1] :])]
 
 
 # ------------------------------------------------------------------------- stages
@@ -118,26 +119,19 @@ class _Reached(Exception):
         self.arguments, self.settings = arguments, settings
 
 
-class _Border(nn.Module):
-    """Stands where the next stage's first block was."""
-
-    def forward(self, *arguments: Any, **settings: Any) -> Any:
-        raise _Reached(arguments, settings)
+def _leave(*arguments: Any, **settings: Any) -> None:
+    raise _Reached(arguments, settings)
 
 
 class _Door(nn.Module):
-    """Stands for all blocks and hands out what the last one has returned."""
+    """Stands in a model's frame where blocks of other stages were, and does something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_call: Callable[..., Any]) -> None:
         super().__init__()
-        self.body: _Body | None = None
-        self.output: Any = None
+        self._on_call = on_call
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        assert self.body is not None
-        self.body.wake()
-        output, self.output = self.output, None
-        return output
+    def forward(self, *arguments: Any, **settings: Any) -> Any:
+        return self._on_call(*arguments, **settings)
 
 
 class _Body:
@@ -148,14 +142,12 @@ class _Body:
     here for nothing may write it. One that is never written stays the model's.
     """
 
-    def __init__(
-        self, model: nn.Module, anatomy: Anatomy, blocks: nn.Module, *, first: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, ends: Ends, blocks: nn.Module, *, first: bool) -> None:
         self._frames: list[tuple[nn.Module, nn.Module, bool]] = []
         """Of each module, and whether it has run to its end before the blocks."""
-        self._anatomy, self._first = anatomy, first
+        self._ends, self._first = ends, first
         # By id, so that what has two names stays one.
-        copies = {id(model.get_submodule(anatomy.path)): blocks}
+        copies = {id(model.get_submodule(ends.path)): blocks}
         self.module = self._copy(model, copies)
 
     def _copy(self, module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
@@ -165,14 +157,14 @@ class _Body:
         state = nn.Module.__getstate__(module)
         parameters, buffers = dict(state["_parameters"]), state["_buffers"]
         for key, parameter in state["_parameters"].items():
-            early = id(parameter) in self._anatomy.early_weights
+            early = id(parameter) in self._ends.early_weights
             if parameter is not None and early != self._first:
                 stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 state[key] = stand_in.expand(parameters.pop(key).shape)
         # Else the very dict: a forward that assigns a buffer anew assigns the model's.
-        if (id(module) in self._anatomy.early_buffers) != self._first:
+        if (id(module) in self._ends.early_buffers) != self._first:
             for key, buffer in buffers.items():
-                constant = buffer is None or (id(module), key) in self._anatomy.constants
+                constant = buffer is None or (id(module), key) in self._ends.constants
                 state[key] = buffer if constant else buffer.clone()
             buffers = {}
         children = state["_modules"].items()
@@ -180,19 +172,15 @@ class _Body:
         frame = object.__new__(type(module))
         frame.__dict__.update(state, _parameters=parameters, _buffers=buffers, _modules=modules)
         copies[id(module)] = frame
-        self._frames.append((module, frame, id(module) in self._anatomy.early_ends))
+        self._frames.append((module, frame, id(module) in self._ends.early_modules))
         return frame
 
     def __call__(self, x: Nest) -> Nest:
         # In the last stage the prefix runs for nothing, and must draw no random numbers.
-        self._follow_modes(asleep=not self._first)
+        self.follow_modes(asleep=not self._first)
         return call(self.module, x)
 
-    def wake(self) -> None:
-        """The prefix is over: what ran in it may run again."""
-        self._follow_modes(asleep=False)
-
-    def _follow_modes(self, *, asleep: bool) -> None:
+    def follow_modes(self, *, asleep: bool) -> None:
         for module, frame, early in self._frames:  # train() and eval() are called on the original
             frame.training = module.training and not (asleep and early)
 
@@ -200,10 +188,10 @@ class _Body:
 class _First(nn.Module):
     """Everything up to the first cut, by the model's own forward."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
-        until = nn.ModuleList([*blocks, _Border()])
-        self._body = _Body(model, anatomy, until, first=True)
+        until = nn.ModuleList([*blocks, _Door(_leave)])
+        self._body = _Body(model, ends, until, first=True)
         self.frame = self._body.module
 
     def forward(self, x: Nest) -> Nest:
@@ -236,13 +224,18 @@ class _Middle(nn.Module):
 class _Last(_Middle):
     """The last blocks, and the rest of the model's forward."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__(blocks)
-        self._door = _Door()
-        self._body = _Body(model, anatomy, nn.ModuleList([self._door]), first=False)
-        self._door.body = self._body
+        self._body = _Body(model, ends, nn.ModuleList([_Door(self._hand_out)]), first=False)
         self.frame = self._body.module
+        self._output: Any = None
 
     def forward(self, given: Nest) -> Nest:
-        self._door.output = self._run(given)
+        self._output = self._run(given)
         return self._body(given["x"])
+
+    def _hand_out(self, *_: Any, **__: Any) -> Any:
+        """What the last block has returned, where the model's forward would call the blocks."""
+        self._body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
+        output, self._output = self._output, None
+        return output

@@ -6,7 +6,6 @@ then at random ones, behind which nothing can hide.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 
@@ -56,10 +55,12 @@ def _refuse_other_gradients(
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     try:
         with switch_mode(model, training=True):
-            whole, cut = (_gradients(m, batch, trained) for m in ([Whole(model)], stages))
+            whole = _gradients([Whole(model)], batch, trained)
+            # Kept on the host: the device may have no room for the gradients twice.
+            whole = {n: gradient.cpu() for n, gradient in whole.items()}
+            other = _other_gradient(whole, _gradients(stages, batch, trained))
     except Exception:  # reentrant checkpoints cannot be asked, and memory may not suffice for it
         return
-    other = _other_gradient(whole, cut)
     if other is not None:
         raise ConfigurationError(
             f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"
@@ -130,22 +131,9 @@ def _random_weights(model: nn.Module) -> Iterator[None]:
             values.copy_(kept)
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """What is kept of a gradient to compare it: all of them, twice, would take much memory."""
-
-    norm: float
-    projection: float
-    """On a random direction: it differs where gradients of one norm do."""
-    rounding: float
-
-
-_NO_GRADIENT = _Gradient(0.0, 0.0, 0.0)
-
-
 def _gradients(
     modules: Sequence[nn.Module], batch: Nest, trained: dict[str, nn.Parameter]
-) -> dict[str, _Gradient]:
+) -> dict[str, Tensor]:
     """The gradient of some function of all outputs, by name; none where it is not connected."""
     value = nest.replace(batch, lambda t: t.clone())
     with leave_untouched(modules), torch.enable_grad():
@@ -162,34 +150,26 @@ def _gradients(
             allow_unused=True,
         )
     return {
-        name: _summary(gradient.to_dense(), seed)
-        for seed, (name, gradient) in enumerate(zip(trained, gradients, strict=True))
+        name: gradient.to_dense()
+        for name, gradient in zip(trained, gradients, strict=True)
         if gradient is not None
     }
 
 
-def _summary(gradient: Tensor, seed: int) -> _Gradient:
-    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    wide = torch.promote_types(values.dtype, torch.float32)
-    generator = torch.Generator(values.device).manual_seed(seed)
-    direction = torch.empty(values.shape, dtype=wide, device=values.device)
-    direction.uniform_(-1, 1, generator=generator)
-    return _Gradient(
-        norm=float(torch.linalg.vector_norm(values, dtype=wide)),
-        projection=float(direction.mul_(values).sum()),
-        rounding=torch.finfo(values.dtype).eps,
-    )
-
-
-def _other_gradient(whole: dict[str, _Gradient], cut: dict[str, _Gradient]) -> str | None:
+def _other_gradient(whole: dict[str, Tensor], cut: dict[str, Tensor]) -> str | None:
     """The first parameter whose gradients differ by more than the order of additions explains."""
-    norms = [gradient.norm for gradient in whole.values()]
-    largest = max(filter(isfinite, norms), default=0.0)
+    norms = {name: _norm(gradient) for name, gradient in whole.items()}
+    largest = max(filter(isfinite, norms.values()), default=0.0)
     for name in {**whole, **cut}:
-        one, other = whole.get(name, _NO_GRADIENT), cut.get(name, _NO_GRADIENT)
-        rounding = max(one.rounding, other.rounding)
-        allowed = rounding**0.5 * one.norm + 100 * rounding * largest
-        apart = max(abs(one.norm - other.norm), abs(one.projection - other.projection))
-        if isfinite(one.norm) and not apart <= allowed:
+        norm, ours = norms.get(name, 0.0), cut.get(name)
+        theirs = whole[name] if name in whole else torch.zeros_like(cut[name])
+        apart = norm if ours is None else _norm(ours - theirs.to(ours.device))
+        rounding = torch.finfo(theirs.dtype).eps
+        if isfinite(norm) and not apart <= rounding**0.5 * norm + 100 * rounding * largest:
             return name
     return None
+
+
+def _norm(gradient: Tensor) -> float:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(gradient, dtype=wide))

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from offbeat.cutting.counting import cut_by_count
+from offbeat.cutting.costs import cut_by_count
 from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import require_count

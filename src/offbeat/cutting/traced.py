@@ -9,7 +9,7 @@ Records are of one shape; another is refused.
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,10 +19,10 @@ from torch import nn
 from offbeat import nest
 from offbeat.cutting.balance import cut_by_costs
 from offbeat.cutting.compare import compare_with_whole, find_loan
-from offbeat.cutting.counting import count_between
+from offbeat.cutting.costs import count_between
 from offbeat.cutting.cut import Balance, Cut, Wish
 from offbeat.cutting.sharing import Sharing
-from offbeat.errors import ConfigurationError, StageError, other_shape
+from offbeat.errors import BatchError, ConfigurationError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.trial import switch_mode
 
@@ -85,11 +85,8 @@ class TracedCut(Cut):
 
     def check_batch(self, inputs: Sequence[Nest], micro_batches: int) -> None:
         pieces = [piece for x in inputs for piece in nest.split(x, micro_batches)]
-        wanted = self.shapes or _shapes_of(pieces[0])
         for piece in pieces:
-            for was, now in zip(wanted, _shapes_of(piece), strict=True):
-                if was != now:
-                    raise other_shape(was, now)
+            _check_shapes(self.shapes or _shapes_of(pieces[0]), piece)
 
     def check_timing(self) -> None:
         raise ConfigurationError(
@@ -109,6 +106,15 @@ def candidates(model: nn.Module) -> list[str]:
 
 def _shapes_of(batch: Nest) -> tuple[torch.Size, ...]:
     return tuple(tensor.shape for tensor in nest.tensors(batch))
+
+
+def _check_shapes(recorded: Sequence[torch.Size], batch: Nest) -> None:
+    for was, now in zip(recorded, _shapes_of(batch), strict=True):
+        if was != now:
+            raise BatchError(
+                f"this model was traced for inputs of {tuple(was)} and was given {tuple(now)}: a"
+                " traced model takes one shape. Use DataLoader(..., drop_last=True)."
+            )
 
 
 def _stages_of(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
@@ -256,27 +262,19 @@ class _Piece(nn.Module):
         first = not (isinstance(given, dict) and "offbeat" in given)
         values: dict[str, Any] = _name_parts(_INPUT, given) if first else dict(given["offbeat"])
         arguments = [values[name] for name in self._takes]
-        self._check_shapes(arguments)
+        self._shapes = self._shapes or _shapes_of(arguments)
+        _check_shapes(self._shapes, arguments)
         values |= _name_parts(self._gives, self.module(*arguments))
         if self._result is not None:
             return values[self._result]
         return {"offbeat": {name: v for name, v in values.items() if name in self._keep}}
 
-    def _check_shapes(self, arguments: Nest) -> None:
-        shapes = _shapes_of(arguments)
-        if self._shapes is None:
-            self._shapes = shapes
-        if shapes != self._shapes:
-            pairs = zip(self._shapes, shapes, strict=True)
-            was, now = next((was, now) for was, now in pairs if was != now)
-            raise other_shape(was, now)
-
 
 def _name_parts(name: str, value: Any) -> dict[str, Any]:
     """A value, and the entries of one that has several, under the names the graph uses."""
-    values = {name: value}
+    entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
-        values |= {f"{name}.{key}": part for key, part in value.items()}
+        entries = value.items()
     elif isinstance(value, (tuple, list)):
-        values |= {f"{name}.{place}": part for place, part in enumerate(value)}
-    return values
+        entries = enumerate(value)
+    return {name: value} | {f"{name}.{key}": part for key, part in entries}

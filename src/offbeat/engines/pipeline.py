@@ -10,9 +10,8 @@ from torch import Tensor
 
 from offbeat.averaging.averager import Averager
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
-from offbeat.cutting.counting import cut_by_count
+from offbeat.cutting.costs import cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
-from offbeat.cutting.timing import cut_by_time
 from offbeat.engines import feed
 from offbeat.engines.base import Engine
 from offbeat.engines.models import Models

@@ -3,7 +3,7 @@
 import json
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -28,11 +28,13 @@ class Columns(Generic[Entry]):
     """What an entry is called, and what the whole is called at the trainer: for messages."""
     name: ClassVar[str]
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._arrays: list[array[Any]] = [array(kind) for kind in self.types]
         self._word = self.entry._fields.index(self.word)
         self._adders = tuple(column.append for column in self._arrays)
         self._words = {code: word for word, code in self.codes.items()}
+        for entry in entries:
+            self.append(entry)
 
     def column(self, field: str) -> "array[Any]":
         """All values of a field; the word as a number."""
@@ -105,7 +107,7 @@ class Columns(Generic[Entry]):
         columns = cls()
         try:
             for line in Path(path).read_text().splitlines():
-                columns.append(columns._from_json(json.loads(line)))
+                columns.append(cls._from_json(json.loads(line)))
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -118,6 +120,7 @@ class Columns(Generic[Entry]):
     def _to_json(self, entry: Entry) -> dict[str, Any]:
         return dict(zip(self.entry._fields, entry, strict=True))
 
-    def _from_json(self, words: Any) -> Entry:
-        entry: Entry = self.entry(**words)
+    @classmethod
+    def _from_json(cls, words: Any) -> Entry:
+        entry: Entry = cls.entry(**words)
         return entry

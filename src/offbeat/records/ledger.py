@@ -80,7 +80,8 @@ class Ledger(Columns[Entry]):
     def _to_json(self, entry: Entry) -> dict[str, Any]:
         return entry._asdict() | {"loss": None if math.isnan(entry.loss) else entry.loss}
 
-    def _from_json(self, words: Any) -> Entry:
+    @classmethod
+    def _from_json(cls, words: Any) -> Entry:
         _refuse_odd(words)
         loss = words.get("loss")
         return Entry(**words | {"loss": _NO_LOSS if loss is None else float(loss)})
@@ -88,33 +89,33 @@ class Ledger(Columns[Entry]):
     def chrome_trace(self) -> dict[str, Any]:
         """The run as a trace: save it as JSON and open it in Perfetto or chrome://tracing."""
         zero = min((entry.start_s for entry in self), default=0.0)
-        events: list[dict[str, Any]] = [
-            {
-                "name": f"{entry.kind}{entry.batch}",
-                "cat": NAMES[entry.kind],
-                "ph": "X",
-                "ts": (entry.start_s - zero) * 1e6,
-                "dur": (entry.end_s - entry.start_s) * 1e6,
-                "pid": entry.replica,
-                # An average under way overlaps its stage's work, so it has a line of its own.
-                "tid": entry.stage if entry.kind != "A" else _AVERAGES + entry.stage,
-                "args": {"version": entry.version}
-                | ({} if math.isnan(entry.loss) else {"loss": entry.loss}),
-            }
-            for entry in self
-        ]
-        for replica, stage, average in sorted(
-            {(entry.replica, entry.stage, entry.kind == "A") for entry in self}
-        ):
-            name = f"averages of stage {stage}" if average else f"stage {stage}"
-            line = _AVERAGES + stage if average else stage
+        events: list[dict[str, Any]] = []
+        lines = {}
+        for entry in self:
+            # An average under way overlaps its stage's work, so it has a line of its own.
+            average = entry.kind == "A"
+            line = entry.replica, entry.stage + (_AVERAGES if average else 0)
+            lines[line] = f"averages of stage {entry.stage}" if average else f"stage {entry.stage}"
+            loss = {} if math.isnan(entry.loss) else {"loss": entry.loss}
             events.append(
-                {"name": "thread_name", "ph": "M", "pid": replica, "tid": line,
-                 "args": {"name": name}}
-            )  # fmt: skip
+                {
+                    "name": f"{entry.kind}{entry.batch}",
+                    "cat": NAMES[entry.kind],
+                    "ph": "X",
+                    "ts": (entry.start_s - zero) * 1e6,
+                    "dur": (entry.end_s - entry.start_s) * 1e6,
+                    "pid": line[0],
+                    "tid": line[1],
+                    "args": {"version": entry.version} | loss,
+                }
+            )
+        events += [
+            {"name": "thread_name", "ph": "M", "pid": r, "tid": line, "args": {"name": name}}
+            for (r, line), name in sorted(lines.items())
+        ]
         events += [
             {"name": "process_name", "ph": "M", "pid": r, "args": {"name": f"replica {r}"}}
-            for r in sorted({entry.replica for entry in self})
+            for r in sorted({replica for replica, _ in lines})
         ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -126,17 +127,11 @@ class Ledger(Columns[Entry]):
             for ledger, shift in zip(ledgers, shifts_s, strict=True)
             for entry in ledger
         ]
-        whole = cls()
-        for entry in sorted(entries, key=lambda entry: entry.end_s):
-            whole.append(entry)
-        return whole
+        return cls(sorted(entries, key=lambda entry: entry.end_s))
 
     def tail(self, count: int) -> "Ledger":
         """The last entries alone."""
-        short = Ledger()
-        for index in range(max(0, len(self) - count), len(self)):
-            short.append(self[index])
-        return short
+        return Ledger(self[index] for index in range(max(0, len(self) - count), len(self)))
 
     def __repr__(self) -> str:
         stages = sorted(set(self.column("stage")))

@@ -46,8 +46,5 @@ class Readings(Columns[Reading]):
     @classmethod
     def merged(cls, parts: Iterable["Readings"]) -> "Readings":
         """Of all processes, in the order of stages and versions."""
-        whole = cls()
-        everything = [reading for part in parts for reading in part]
-        for reading in sorted(everything, key=lambda r: (WHATS.index(r.what), *r[1:4])):
-            whole.append(reading)
-        return whole
+        everything = (reading for part in parts for reading in part)
+        return cls(sorted(everything, key=lambda r: (WHATS.index(r.what), *r[1:4])))

@@ -1,13 +1,11 @@
 """Networks and data for demos, tests and benchmarks; nothing in the library needs them."""
 
-from offbeat.zoo.cnn import digits_cnn
-from offbeat.zoo.convnets import alexnet, lenet5, vgg16
+from offbeat.zoo.convnets import alexnet, digits_cnn, lenet5, vgg16
 from offbeat.zoo.data import DATA, Data, Loader, batches, data_named, digits
 from offbeat.zoo.gpt import gpt
 from offbeat.zoo.mlp import mlp
 from offbeat.zoo.networks import NETWORKS, network, network_for, settings_of
-from offbeat.zoo.resnet import resnet
-from offbeat.zoo.wide import resnet18, wrn28_10
+from offbeat.zoo.resnet import resnet, resnet18, wrn28_10
 
 __all__ = [
     "DATA",

@@ -10,18 +10,16 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.zoo.cnn import digits_cnn
-from offbeat.zoo.convnets import alexnet, lenet5, vgg16
-from offbeat.zoo.data.base import Data
+from offbeat.zoo.convnets import alexnet, digits_cnn, lenet5, vgg16
+from offbeat.zoo.data.sets import Data
 from offbeat.zoo.gpt import gpt
 from offbeat.zoo.mlp import mlp
-from offbeat.zoo.resnet import resnet
+from offbeat.zoo.resnet import resnet, resnet18, wrn28_10
 from offbeat.zoo.settings import check_settings, plain_name
-from offbeat.zoo.wide import resnet18, wrn28_10
 
 Build = Callable[..., nn.Sequential]
 
-PAPER_DEPTHS = (20, 32, 44, 56, 98, 110, 164, 224, 362)
+_PAPER_DEPTHS = (20, 32, 44, 56, 98, 110, 164, 224, 362)
 
 _OF_IMAGENET = ("50", "152")  # 6n+2 too, but these names mean other networks
 
@@ -32,7 +30,7 @@ NETWORKS: dict[str, Build] = {
     "alexnet": alexnet,
     "vgg16": vgg16,
     "resnet18": resnet18,
-    **{f"resnet{depth}": partial(resnet, depth) for depth in PAPER_DEPTHS},
+    **{f"resnet{depth}": partial(resnet, depth) for depth in _PAPER_DEPTHS},
     "wrn28-10": wrn28_10,
     "gpt": gpt,
 }

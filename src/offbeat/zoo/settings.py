@@ -10,13 +10,13 @@ from typing import Any, get_args, get_origin
 
 from offbeat.errors import ConfigurationError, unknown
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a word",
-    Path: "a path",
-    NoneType: "None",
+_KINDS: dict[Any, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "true or false"),
+    str: (str, "a word"),
+    Path: (Path, "a path"),
+    NoneType: (NoneType, "None"),
 }
 
 
@@ -52,32 +52,28 @@ def check_settings(
 
 
 def _fits(kind: Any, value: object) -> bool:
-    if kind is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, Real) and not isinstance(value, bool)
-    if kind in _WORDS:
-        return isinstance(value, kind)
     if get_origin(kind) is Sequence:
         (inner,) = get_args(kind)
         return isinstance(value, list | tuple) and all(_fits(inner, part) for part in value)
     options = _options(kind)
-    return not options or any(_fits(option, value) for option in options)
+    if isinstance(value, bool):  # Python counts it among the numbers
+        return not options or bool in options
+    return not options or any(isinstance(value, _KINDS[option][0]) for option in options)
 
 
 def _wanted(kind: Any, value: object) -> str:
     if get_origin(kind) is Sequence:
         return "whole numbers, as in (1,2)"
-    options = _options(kind) or (kind,)
+    options = _options(kind)
     if Path in options:
         return f"a path, as in './{value}'"  # a name of digits alone reads as a number
-    return " or ".join(_WORDS[option] for option in options)
+    return " or ".join(_KINDS[option][1] for option in options)
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
-    """Of a union of known types; none for anything else."""
-    parts = get_args(kind)
-    return parts if parts and all(part in _WORDS for part in parts) else ()
+    """A known type, or those of a union of known types; none for anything else."""
+    parts = get_args(kind) or (kind,)
+    return parts if all(part in _KINDS for part in parts) else ()
 
 
 def require_part(what: str, share: float) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from offbeat import __version__
-from offbeat.app.cli import listing, report, schedule, study, timeline, train
+from offbeat.app.cli import listing, report, schedule, study, train
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ for _command in (
     listing.methods,
     listing.corrections,
     schedule.schedule,
-    timeline.timeline,
+    schedule.timeline,
     train.train,
     study.study,
     report.report,

@@ -7,13 +7,24 @@ import typer
 
 from offbeat.app.cli.options import Json
 from offbeat.app.cli.printing import print_columns, print_json
-from offbeat.methods import METHODS, Method
+from offbeat.methods import METHODS
 from offbeat.registry import spell_settings
 
 
 def methods(as_json: Json = False) -> None:
     """List the methods: lag, memory, locks, paper."""
-    kinds = [_describe(kind()) for kind in METHODS]
+    kinds: list[dict[str, Any]] = [
+        {
+            "name": method.name,
+            "lag": method.lag_formula,
+            "weight_copies": method.copies,
+            "backward": asdict(method).get("backward"),
+            "waits_for": method.waits_for,
+            "reference": method.reference,
+            "settings": asdict(method),
+        }
+        for method in (kind() for kind in METHODS)
+    ]
     if as_json:
         print_json(kinds)
         return
@@ -45,25 +56,9 @@ def corrections(as_json: Json = False) -> None:
         print_json(kinds)
         return
     head = ["name", "acts on", "settings", "copies", "reference"]
-    body = [
-        [spell_settings(value) or "-" if key == "settings" else str(value) for key, value in of]
-        for of in map(dict.items, kinds)
-    ]
-    print_columns([head, *body])
+    written = [kind | {"settings": spell_settings(kind["settings"]) or "-"} for kind in kinds]
+    print_columns([head, *(list(map(str, kind.values())) for kind in written)])
     typer.echo(
         "\ncopies: further ones of a stage's weights, D being its lag. A stage without lag is left"
         "\nalone by all of them. As in: offbeat train --correction predict:horizon=lag"
     )
-
-
-def _describe(method: Method) -> dict[str, Any]:
-    settings = asdict(method)
-    return {
-        "name": method.name,
-        "lag": method.lag_formula,
-        "weight_copies": method.copies,
-        "backward": settings.get("backward"),
-        "waits_for": method.waits_for,
-        "reference": method.reference,
-        "settings": settings,
-    }

@@ -1,6 +1,9 @@
-"""What a run looks like while it goes on: a live table on a terminal, lines in a log."""
+"""Who looks at a run while it goes on: a live table, lines for a log, events for TensorBoard."""
 
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -8,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.app.progress import Progress
+from offbeat.app.progress import METRICS_EVERY, Progress
+from offbeat.errors import MissingExtra
 from offbeat.trainer import Trainer
 
 _PAUSE_S = 0.5
@@ -35,13 +39,13 @@ class Lines:
         pass
 
     def evaluated(self, trainer: Trainer, progress: Progress) -> None:
-        found = progress.evaluation
-        assert found is not None
-        accuracy = "" if found.accuracy is None else f", accuracy {found.accuracy:.2%}"
+        test = progress.evaluation
+        assert test is not None
+        accuracy = "" if test.accuracy is None else f", accuracy {test.accuracy:.2%}"
         rest = progress.step % progress.steps_per_epoch
         place = f"{progress.epoch}/{progress.epochs}" + (f" and {rest} steps" if rest else "")
         self._say(
-            f"epoch {place}: test loss {found.loss:.4f}{accuracy},"
+            f"epoch {place}: test loss {test.loss:.4f}{accuracy},"
             f" {progress.rows_per_s:.0f} rows/s, {time.perf_counter() - self._began:.1f} s"
         )
 
@@ -115,6 +119,41 @@ class Screen:
         return [f"{share:.0%}" if share else "-" for share in shares]
 
 
+class TensorBoard:
+    """Writes scalars beside the run."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtra(
+                "--tensorboard needs TensorBoard, which is missing: pip install tensorboard"
+            ) from error
+        self._open: Callable[[], Any] = lambda: SummaryWriter(str(folder))
+
+    def begin(self, trainer: Trainer, progress: Progress) -> None:
+        self._writer = self._open()  # not before the folder is known to be free
+
+    def step(self, trainer: Trainer, progress: Progress) -> None:
+        if progress.step % METRICS_EVERY == 0:
+            self._add("train/loss", progress.loss, progress)
+            self._add("train/rows_per_s", progress.rows_per_s, progress)
+            if trainer.learning_rate is not None:
+                self._add("train/learning_rate", trainer.learning_rate, progress)
+
+    def evaluated(self, trainer: Trainer, progress: Progress) -> None:
+        assert progress.evaluation is not None
+        self._add("test/loss", progress.evaluation.loss, progress)
+        if progress.evaluation.accuracy is not None:
+            self._add("test/accuracy", progress.evaluation.accuracy, progress)
+
+    def end(self, status: str) -> None:
+        self._writer.close()
+
+    def _add(self, name: str, value: float, progress: Progress) -> None:
+        self._writer.add_scalar(name, value, progress.step)
+
+
 def _what(trainer: Trainer) -> str:
     replicas = "" if trainer.replicas == 1 else f", {trainer.replicas} replicas"
     count = f"{trainer.stages} stage{'s' if trainer.stages > 1 else ''}"
@@ -128,18 +167,14 @@ def _what(trainer: Trainer) -> str:
 
 
 def _score(progress: Progress) -> str:
-    found = progress.evaluation
-    if found is None:
+    test = progress.evaluation
+    if test is None:
         return "test -"
-    if found.accuracy is not None:
-        return f"test {found.accuracy:.2%}"
-    return f"test loss {found.loss:.4f}"
+    return f"test loss {test.loss:.4f}" if test.accuracy is None else f"test {test.accuracy:.2%}"
 
 
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
-    return (
-        f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-        if minutes >= 60
-        else f"{minutes}:{seconds:02}"
-    )
+    if minutes < 60:
+        return f"{minutes}:{seconds:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

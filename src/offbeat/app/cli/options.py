@@ -6,7 +6,6 @@ Numbers arrive as text and are read here: typer's message for a bad number leave
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, fields
-from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -76,22 +75,19 @@ _RENAMED = {"backward": "backward_rule", "hop": "hops"}
 """``timeline`` has costs of these names: the settings have others as options."""
 
 
-def _option_of(setting: str) -> str:
-    return _RENAMED.get(setting, setting)
-
-
-def _typed_settings(kind: type[Method]) -> list["Field[Any]"]:
-    """The fields of a method that can be typed: all but functions."""
-    return [f for f in fields(kind) if not _has(Callable, f.type)]
-
-
-def _has(wanted: Any, kind: Any) -> bool:
-    return any(get_origin(option) is wanted for option in _options_of(kind))
-
-
-def _options_of(kind: Any) -> list[Any]:
-    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+def _kinds_of(field: Field[Any]) -> list[Any]:
+    """The types of a field: of ``int | None`` the first alone."""
+    options = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     return [option for option in options if option is not NoneType]
+
+
+def _has(kind: Any, field: Field[Any]) -> bool:
+    return any(get_origin(option) is kind for option in _kinds_of(field))
+
+
+def _typed_settings(kind: type[Method]) -> list[Field[Any]]:
+    """The fields of a method that can be typed: all but functions."""
+    return [f for f in fields(kind) if not _has(Callable, f)]
 
 
 def _setting_flags() -> Iterator[inspect.Parameter]:
@@ -104,16 +100,18 @@ def _setting_flags() -> Iterator[inspect.Parameter]:
         text = next((f.metadata["help"] for _, f in of if "help" in f.metadata), "")
         methods = f" of {', '.join(method for method, _ in of)}" if len(of) < 4 else ""
         help_ = f"Setting{methods}: {text}" if text else f"Setting{methods}."
-        yield flag(_option_of(name), Annotated[str | None, _option(_metavar(of[0][1].type), help_)])
+        yield flag(
+            _RENAMED.get(name, name), Annotated[str | None, _option(_metavar(of[0][1]), help_)]
+        )
 
 
-def _metavar(kind: Any) -> str:
-    first, *_ = _options_of(kind)
-    if get_origin(first) is Literal:
-        return "|".join(get_args(first))
-    if _has(Sequence, kind):
+def _metavar(field: Field[Any]) -> str:
+    kinds = _kinds_of(field)
+    if get_origin(kinds[0]) is Literal:
+        return "|".join(get_args(kinds[0]))
+    if _has(Sequence, field):
         return "N,N,..."
-    return {int: "N", float: "X"}.get(first, "VALUE")
+    return {int: "N", float: "X"}.get(kinds[0], "VALUE")
 
 
 SETTING_FLAGS = list(_setting_flags())
@@ -127,7 +125,7 @@ def read_method(text: str, flags: dict[str, str | None]) -> Method:
     """
     choice = Choice.read(text, "METHOD")
     kind = type(method_named(choice.name))
-    takes = {_option_of(f.name): f.name for f in _typed_settings(kind)}
+    takes = {_RENAMED.get(f.name, f.name): f.name for f in _typed_settings(kind)}
     for option, given in flags.items():
         if given is None:
             continue
@@ -154,13 +152,6 @@ def _read(option: str, text: str, parse: Callable[[str], _T], rule: str) -> _T:
         raise ConfigurationError(f"{option} {text!r}: give {rule}.") from None
 
 
-def _whole(text: str, least: int = 0, most: int = _MOST) -> int:
-    value = int(text)
-    if not least <= value <= most:
-        raise ValueError
-    return value
-
-
 def _number(text: str) -> float:
     value = float(text)
     if not abs(value) <= _LARGEST:
@@ -168,12 +159,12 @@ def _number(text: str) -> float:
     return value
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(map(_number, text.split(",")))
-
-
 def read_count(option: str, text: str, least: int = 1, most: int = _MOST) -> int:
-    parse = partial(_whole, least=least, most=most)
+    def parse(text: str) -> int:
+        if not least <= int(text) <= most:
+            raise ValueError
+        return int(text)
+
     return _read(option, text, parse, f"a whole number from {least} to {most}")
 
 
@@ -183,5 +174,9 @@ def read_costs(share: str | None, **texts: str) -> Costs:
         name: _read(f"--{name}", text, _number, f"a number, as in --{name} 2{more.get(name, '')}")
         for name, text in texts.items()
     }
-    rule = "a number per stage, as in --share 2,1,1,1"
-    return Costs(**numbers, share=() if share is None else _read("--share", share, _numbers, rule))
+    if share is None:
+        shares: tuple[float, ...] = ()
+    else:
+        rule = "a number per stage, as in --share 2,1,1,1"
+        shares = _read("--share", share, lambda text: tuple(map(_number, text.split(","))), rule)
+    return Costs(**numbers, share=shares)

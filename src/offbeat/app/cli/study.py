@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -14,24 +14,16 @@ from offbeat.app.cli.options import MOST_STAGES, read_count, with_flags
 from offbeat.app.cli.printing import print_columns
 from offbeat.app.cli.train import EXPERIMENT_FLAGS, ConfigOption, OutOption, given_settings
 from offbeat.app.experiment import Experiment
+from offbeat.app.study import Cell, cells_of, plan, run_study
 from offbeat.errors import ConfigurationError, MissingExtra
-
-if TYPE_CHECKING:
-    from offbeat.app.study import Cell
 
 DEFAULT_METHODS = "stale-weights dsp adl:accumulate=4 pipedream"
 
 
-class Asked(NamedTuple):
-    base: Experiment
-    """What all runs have in common."""
-    methods: list[str]
-    stages: list[int]
-    seeds: int
-
-
-def read_study(config: str | None, flags: dict[str, Any], own: dict[str, Any]) -> Asked:
-    """``own``: the flags that a run has not."""
+def read_study(
+    config: str | None, flags: dict[str, Any], own: dict[str, Any]
+) -> dict[str, Experiment]:
+    """The runs of a study, by name. ``own``: the flags that a run has not."""
     given = given_settings(config, flags | own)
     methods = _listed(given.pop("methods", DEFAULT_METHODS))
     counts = _listed(given.pop("stage_counts", "2,4"), also=",")
@@ -44,47 +36,46 @@ def read_study(config: str | None, flags: dict[str, Any], own: dict[str, Any]) -
                 f" {option}."
             )
     base = Experiment.read(given, "" if config is None else f" in {config}")
-    for option, value, found in (
-        ("--methods", "'dsp pipedream'", methods),
-        ("--stage-counts", "2,4", counts),
-    ):
-        if not found:
-            raise ConfigurationError(f"{option}: give at least one, as in {option} {value}.")
+    if not methods:
+        raise ConfigurationError("--methods: give at least one, as in --methods 'dsp pipedream'.")
+    if not counts:
+        raise ConfigurationError("--stage-counts: give at least one, as in --stage-counts 2,4.")
     stages = [read_count("--stage-counts", text, most=MOST_STAGES) for text in counts]
-    return Asked(base, methods, stages, seeds)
+    return plan(base, methods, stages, seeds)
 
 
 def _listed(value: Any, also: str = " ") -> list[str]:
     """The parts of a text, or of a list of a TOML file; no blanks around the plus of one."""
     texts = value if isinstance(value, list) else [value]
-    joined = (re.sub(r"\s*\+\s*", "+", str(text)).replace(also, " ") for text in texts)
-    return [part for text in joined for part in text.split()]
+    whole = " ".join(re.sub(r"\s*\+\s*", "+", str(text)) for text in texts)
+    return whole.replace(also, " ").split()
 
 
-def table_of(cells: Sequence["Cell"], percent: bool) -> list[list[str]]:
+def table_of(cells: Sequence[Cell], percent: bool) -> list[list[str]]:
     """A row per configuration, accuracies in percent or losses, below their heading."""
-    score = "accuracy, %" if percent else "loss"
+    # A loss is stored as a score, negative. Not -gap: BP's own is 0, and -0.0 would be printed.
+    scale, digits = (100.0, 2) if percent else (1.0, 4)
     return [
-        ["method", "stages", "lag", score, "std of seeds", "gap to BP"],
+        [
+            "method",
+            "stages",
+            "lag",
+            "accuracy, %" if percent else "loss",
+            "std of seeds",
+            "gap to BP",
+        ],
         *(
             [
                 cell.method,
                 str(cell.stages),
                 " ".join(map(str, cell.lags)),
-                f"{cell.mean * 100:.2f}" if percent else f"{-cell.mean:.4f}",
-                _spread(cell, percent),
-                # Not -gap: BP's own is 0, and -0.0 would be printed as such.
-                f"{cell.gap * 100:+.2f}" if percent else f"{0 - cell.gap:+.4f}",
+                f"{scale * (cell.mean if percent else -cell.mean):.{digits}f}",
+                "-" if len(cell.scores) == 1 else f"{scale * cell.spread:.{digits}f}",
+                f"{scale * (cell.gap if percent else 0 - cell.gap):+.{digits}f}",
             ]
             for cell in cells
         ),
     ]
-
-
-def _spread(cell: "Cell", percent: bool) -> str:
-    if len(cell.scores) == 1:
-        return "-"
-    return f"{cell.spread * 100:.2f}" if percent else f"{cell.spread:.4f}"
 
 
 @with_flags(EXPERIMENT_FLAGS)
@@ -106,18 +97,15 @@ def study(
     **flags: Any,
 ) -> None:
     """How much staleness can this model take? Methods x stages x seeds, compared with BP."""
-    from offbeat.app.study import cells_of, plan, run_study
-
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigurationError(
             f"a study runs in one process, and torchrun has started {os.environ['WORLD_SIZE']}:"
             " start it without torchrun."
         )
     own = {"methods": methods, "stage_counts": stage_counts, "seeds": seeds}
-    asked = read_study(config, flags, own)
-    experiment = asked.base
-    folder = Path(out or f"studies/{experiment.model.name}-{experiment.data.name}")
-    planned = plan(experiment, asked.methods, asked.stages, asked.seeds)
+    planned = read_study(config, flags, own)
+    first = next(iter(planned.values()))
+    folder = Path(out or f"studies/{first.model.name}-{first.data.name}")
     runs = run_study(planned, folder, typer.echo)
     if not runs:
         sys.exit(130)

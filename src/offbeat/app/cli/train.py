@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from offbeat.app.cli.options import flag, with_flags
-from offbeat.app.experiment import Experiment, names_of, plain
+from offbeat.app.experiment import Experiment, names_of
 from offbeat.app.runs import CHECKPOINTS, CONFIG, Run
 from offbeat.errors import ConfigurationError
 from offbeat.registry import Choice, spell
@@ -25,8 +25,6 @@ OutOption = Annotated[
 TensorBoardOption = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard events into the folder.")
 ]
-
-
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")
 ]
@@ -39,12 +37,10 @@ def _annotation(name: str, kind: Any, help_: str, default: Any) -> Any:
         opposite = f"--no-{name.replace('_', '-')}"
         option = typer.Option(f"{flag}/{opposite}", help=help_, show_default=False)
         return Annotated[bool | None, option]
-    several = kind == tuple[Choice, ...]
-    metavar = {int: "N", float: "X"}.get(kind, "TEXT")
-    if Choice in (kind, *get_args(kind)):
-        metavar = "NAME[:SETTINGS]"
+    named = Choice in (kind, *get_args(kind))
+    metavar = "NAME[:SETTINGS]" if named else {int: "N", float: "X"}.get(kind, "TEXT")
     option = typer.Option(flag, metavar=metavar, help=help_ + shown, show_default=False)
-    return Annotated[list[str] | None if several else str | None, option]
+    return Annotated[list[str] | None if kind == tuple[Choice, ...] else str | None, option]
 
 
 EXPERIMENT_FLAGS = [
@@ -66,26 +62,16 @@ def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
 
 def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
     """What a stored run was asked to do; settings that are given again must be the same."""
-    config = Run.load(folder).config
-    names, free = [f.name for f in fields(Experiment)], names_of("upkeep")
-    stored = Experiment.read({name: config[name] for name in names if name in config})
-    asked = Experiment.read(given)
-    before, after = plain(stored.as_dict()), plain(asked.as_dict())
-    for name in given:
-        then, now = getattr(stored, name), getattr(asked, name)
-        if name not in free and before[name] != after[name]:
+    stored, asked = Experiment.of_run(Run.load(folder).config), Experiment.read(given)
+    for name in stored.unlike(asked, "recipe", "run", "machine"):
+        if name in given:
             raise ConfigurationError(
-                f"{folder} was started with {name}={spell(then)}, and --resume goes on with the"
-                f" same run: leave out {name}={spell(now)}, or start another one (--out)."
+                f"{folder} was started with {name}={spell(getattr(stored, name))}, and --resume"
+                " goes on with the same run: leave out"
+                f" {name}={spell(getattr(asked, name))}, or start another one (--out)."
             )
-    return replace(stored, **{name: getattr(asked, name) for name in given if name in free})
-
-
-def folder_for(experiment: Experiment, out: str | None) -> Path:
-    if out is not None:
-        return Path(out)
-    moment = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{experiment.model.name}-{experiment.method.name}-{moment}"
+    free = [name for name in names_of("upkeep") if name in given]
+    return replace(stored, **{name: getattr(asked, name) for name in free})
 
 
 @with_flags(EXPERIMENT_FLAGS)
@@ -100,7 +86,9 @@ def train(
     experiment = read_experiment(config, flags)
     if resume and out is None:
         raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
-    folder = folder_for(experiment, out)
+    moment = datetime.now().strftime("%Y%m%d-%H%M%S")
+    usual = f"runs/{experiment.model.name}-{experiment.method.name}-{moment}"
+    folder = Path(usual if out is None else out)
     first_process = os.environ.get("RANK", "0") == "0"
     if resume and not (folder / CONFIG).exists():
         if not given_settings(config, flags):
@@ -119,8 +107,7 @@ def train(
             typer.echo(f"no checkpoint in {folder}: starting from step 0 (--save-every keeps some)")
     from rich.console import Console
 
-    from offbeat.app.cli.live import Lines, Screen
-    from offbeat.app.cli.tensorboard import TensorBoard
+    from offbeat.app.cli.live import Lines, Screen, TensorBoard
     from offbeat.app.progress import Watcher
     from offbeat.app.training import run_experiment
 

@@ -3,24 +3,25 @@
 from collections.abc import Sequence
 
 from offbeat.app.report.facts import Facts, Point
-from offbeat.app.report.markup import Markup, join, tag
-from offbeat.app.report.parts import note, swatch
+from offbeat.app.report.markup import Markup, join, note, swatch, tag
 
 _CURVES = (
-    ("training_loss", "Training loss", "No training loss was recorded."),
-    ("test_loss", "Test loss", "No evaluation was recorded, so there is no test loss."),
-    ("test_accuracy", "Test accuracy, %", "No accuracy was recorded while the run went on."),
+    ("training_loss", 1, "Training loss", "No training loss was recorded."),
+    ("test_loss", 1, "Test loss", "No evaluation was recorded, so there is no test loss."),
+    ("test_accuracy", 100, "Test accuracy, %", "No accuracy was recorded while the run went on."),
 )
+"""Of a run: the fact, what it is multiplied by, its title, and what is said where it is missing."""
 
 
 def curves(facts: Sequence[Facts]) -> Markup:
-    drawn = [
-        _chart(key, title) if any(getattr(run, key) for run in facts) else note(missing)
-        for key, title, missing in _CURVES
+    known = {key for key, *_ in _CURVES if any(getattr(run, key) for run in facts)}
+    charts = [
+        tag("figure", tag("figcaption", title), class_="chart", data_chart=key)
+        if key in known
+        else note(missing)
+        for key, _, title, missing in _CURVES
     ]
-    if not any(getattr(run, key) for run in facts for key, _, _ in _CURVES):
-        return join(drawn)
-    return join([_controls(facts), tag("div", *drawn, class_="charts")])
+    return join([_controls(facts), tag("div", *charts, class_="charts")] if known else charts)
 
 
 def _controls(facts: Sequence[Facts]) -> Markup:
@@ -40,17 +41,9 @@ def _controls(facts: Sequence[Facts]) -> Markup:
     return tag("div", *parts, class_="controls")
 
 
-def _chart(key: str, title: str) -> Markup:
-    return tag("figure", tag("figcaption", title), class_="chart", data_chart=key)
-
-
 def columns_of(run: Facts) -> dict[str, object]:
-    return {
-        "label": run.label,
-        "training_loss": _columns(run.training_loss, 1),
-        "test_loss": _columns(run.test_loss, 1),
-        "test_accuracy": _columns(run.test_accuracy, 100),
-    }
+    curves = {key: _columns(getattr(run, key), scale) for key, scale, _, _ in _CURVES}
+    return {"label": run.label, **curves}
 
 
 def _columns(points: Sequence[Point], scale: float) -> dict[str, list[float | None]]:

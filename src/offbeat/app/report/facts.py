@@ -1,15 +1,16 @@
-"""What a stored run says, with every part optional: the one reader behind page and figures."""
+"""What a stored run says, with every part optional."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import attrgetter
 from typing import Any
 
 from offbeat.app.experiment import names_of
-from offbeat.app.report.values import count, either, listing, mapping, name_of, number, whole
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
 from offbeat.records.ledger import Ledger, lags_of
@@ -18,7 +19,6 @@ from offbeat.registry import Choice
 
 MOST_POINTS = 400
 """Points of a curve; a longer one is drawn through means of neighbours."""
-_SYNCHRONOUS = "synchronous"
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class AtStage:
     numbers: Mapping[str, float]
 
 
-def _worded(value: object) -> str:
-    return name_of(value) or str(value)
+_PLACE = attrgetter("replica", "stage")
 
 
 class Facts:
@@ -56,19 +55,18 @@ class Facts:
 
     @property
     def method(self) -> str | None:
-        """The method's name."""
         return name_of(self._asked.get("method"))
 
     @property
     def method_in_full(self) -> str | None:
         """With its settings and corrections, as "auto" prints them."""
         chosen = [self._asked.get("method"), *listing(self._asked.get("correction"))]
-        spelled = [
+        choices = [
             str(Choice(name, mapping(mapping(value).get("settings"))))
             for value in chosen
             if (name := name_of(value)) is not None
         ]
-        return " + ".join(spelled) or None
+        return " + ".join(choices) or None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,12 +96,12 @@ class Facts:
     @property
     def lags(self) -> tuple[int, ...]:
         """Declared lag per stage, in updates."""
-        found = [whole(lag) for lag in listing(self.config.get("lags"))]
-        return tuple(lag for lag in found if lag is not None)
+        lags = map(whole, listing(self.config.get("lags")))
+        return tuple(lag for lag in lags if lag is not None)
 
     @property
     def synchronous(self) -> bool:
-        return (self.method or "").lower() == _SYNCHRONOUS
+        return (self.method or "").lower() == "synchronous"
 
     # ---------------------------------------------------------------- what came out
 
@@ -113,14 +111,6 @@ class Facts:
         ends = self._lines("end")
         status = self.summary.get("status") or (ends[-1].get("status") if ends else None)
         return None if status is None else str(status)
-
-    @property
-    def error(self) -> str | None:
-        """The words with which a failed run ended, if it left any."""
-        for source in (self.summary, *reversed(self._lines("end"))):
-            if source.get("error"):
-                return str(source["error"])
-        return None
 
     @property
     def accuracy(self) -> float | None:
@@ -134,7 +124,7 @@ class Facts:
         """From the summary, or from the last evaluation of a run that has none."""
         if key in self.summary:
             return number(self.summary[key])
-        evaluations = self._evaluations
+        evaluations = self._lines("evaluation")
         return number(evaluations[-1].get(key)) if evaluations else None
 
     @property
@@ -142,10 +132,6 @@ class Facts:
         if "steps" in self.summary:
             return whole(self.summary["steps"])
         return max((s for line in self._dicts if (s := whole(line.get("step")))), default=None)
-
-    @property
-    def epochs(self) -> float | None:
-        return number(self.summary.get("epochs"))
 
     @property
     def time_s(self) -> float | None:
@@ -164,22 +150,15 @@ class Facts:
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        found = [number(share) for share in listing(self.summary.get("busy_share"))]
-        return tuple(share for share in found if share is not None)
+        shares = map(number, listing(self.summary.get("busy_share")))
+        return tuple(share for share in shares if share is not None)
 
     @property
     def memory(self) -> tuple[AtStage, ...]:
         """Before the last drain; one entry per stage of the first replica, then of the next."""
-        found = [mapping(entry) for entry in listing(self.summary.get("memory"))]
-        stages = self.stages or max(1, len(found) // self.replicas)
-        return tuple(
-            AtStage(
-                either(whole(entry.get("replica")), place // stages),
-                either(whole(entry.get("stage")), place % stages),
-                _numbers(entry),
-            )
-            for place, entry in enumerate(found)
-        )
+        entries = [_numbers(mapping(entry)) for entry in listing(self.summary.get("memory"))]
+        stages = self.stages or max(1, len(entries) // self.replicas)
+        return tuple(AtStage(*divmod(place, stages), n) for place, n in enumerate(entries))
 
     @cached_property
     def guarded(self) -> tuple[AtStage, ...]:
@@ -189,15 +168,15 @@ class Facts:
     @cached_property
     def waits(self) -> tuple[AtStage, ...]:
         """How long stages stood still for averages; empty where none were merged."""
-        return self._by_place("waits") or tuple(sorted(self._ledger_waits(), key=_place))
+        return self._by_place("waits") or tuple(sorted(self._ledger_waits(), key=_PLACE))
 
     def _by_place(self, key: str) -> tuple[AtStage, ...]:
         """A part of the summary whose keys read replica/stage."""
-        found = []
+        entries = []
         for place, value in mapping(self.summary.get(key)).items():
-            replica, _, stage = place.partition("/")
-            found.append(AtStage(whole(replica) or 0, whole(stage) or 0, _numbers(mapping(value))))
-        return tuple(sorted(found, key=_place))
+            replica, _, stage = (whole(word) or 0 for word in place.partition("/"))
+            entries.append(AtStage(replica, stage, _numbers(mapping(value))))
+        return tuple(sorted(entries, key=_PLACE))
 
     def _ledger_waits(self) -> Iterator[AtStage]:
         ledger = self.ledger or Ledger()
@@ -209,24 +188,21 @@ class Facts:
     @cached_property
     def ledger(self) -> Ledger | None:
         """The last actions; None if there are none, or if the file is damaged."""
-        try:
-            ledger = self.run.ledger()
-        except ConfigurationError:
-            return None
-        return ledger if ledger else None
+        with suppress(ConfigurationError):
+            return self.run.ledger() or None
+        return None
 
     @cached_property
     def readings(self) -> Readings | None:
         """What the monitor read; None if there was none, or if the file is damaged."""
-        try:
+        with suppress(ConfigurationError):
             return self.run.readings()
-        except ConfigurationError:
-            return None
+        return None
 
     @cached_property
     def lag_counts(self) -> dict[int, dict[int, int]]:
         """Per stage, how many micro-batches had which lag."""
-        found = {
+        counted = {
             stage: {
                 lag: times
                 for name, value in mapping(counts).items()
@@ -235,7 +211,8 @@ class Facts:
             for key, counts in mapping(self.summary.get("lags")).items()
             if (stage := whole(key)) is not None
         }
-        return {stage: found[stage] for stage in sorted(found) if found[stage]} or self._ledger_lags
+        by_stage = {stage: counted[stage] for stage in sorted(counted) if counted[stage]}
+        return by_stage or self._ledger_lags
 
     @property
     def lags_are_of_ledger(self) -> bool:
@@ -253,15 +230,15 @@ class Facts:
 
     @cached_property
     def training_loss(self) -> list[Point]:
-        return self._curve(self._lines("step"), "loss")
+        return self._curve("step", "loss")
 
     @cached_property
     def test_loss(self) -> list[Point]:
-        return self._curve(self._evaluations, "loss")
+        return self._curve("evaluation", "loss")
 
     @cached_property
     def test_accuracy(self) -> list[Point]:
-        return self._curve(self._evaluations, "accuracy")
+        return self._curve("evaluation", "accuracy")
 
     @property
     def diverged(self) -> bool:
@@ -275,10 +252,11 @@ class Facts:
         Only what both say; a run may be older than a setting.
         """
         both = [name for name in names_of("recipe") if name in self.config and name in other.config]
+        pairs = [(name, self.config[name], other.config[name]) for name in both]
         return [
-            f"{name} {_worded(self.config[name])} ({_worded(other.config[name])})"
-            for name in both
-            if self.config[name] != other.config[name]
+            f"{name} {name_of(ours) or ours} ({name_of(theirs) or theirs})"
+            for name, ours, theirs in pairs
+            if ours != theirs
         ]
 
     @cached_property
@@ -297,50 +275,17 @@ class Facts:
     def _lines(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self._dicts if line.get("kind") == kind]
 
-    @property
-    def _evaluations(self) -> list[dict[str, Any]]:
-        """Of the average where that was evaluated; replicas apart would make a second curve."""
-        lines = self._lines("evaluation")
-        averages = [line for line in lines if line.get("of") == "average"]
-        return averages or lines
-
-    def _curve(self, lines: Sequence[dict[str, Any]], key: str) -> list[Point]:
+    def _curve(self, kind: str, key: str) -> list[Point]:
         points = [
-            Point(self._epoch(line), number(line.get("time_s")), value)
-            for line in lines
+            Point(number(line.get("epoch")), number(line.get("time_s")), value)
+            for line in self._lines(kind)
             if (value := number(line.get(key))) is not None
         ]
         return thinned(points, MOST_POINTS)
 
-    def _epoch(self, line: dict[str, Any]) -> float | None:
-        step = number(line.get("step"))
-        if self._epoch_steps is None or step is None:
-            return number(line.get("epoch"))
-        return step / self._epoch_steps
-
-    @cached_property
-    def _epoch_steps(self) -> float | None:
-        """Steps per epoch, where lines carry only the number of the epoch they are in."""
-        first: dict[float, float] = {}
-        for line in self._lines("step"):
-            epoch, step = number(line.get("epoch")), number(line.get("step"))
-            if epoch is None or step is None:
-                continue
-            if epoch != int(epoch):
-                return None
-            first.setdefault(epoch, step)
-        if self.steps and self.epochs and first:
-            return self.steps / self.epochs
-        gaps = [later - earlier for earlier, later in pairwise(first.values())]
-        return gaps[0] if gaps and gaps[0] > 0 else None
-
 
 def _numbers(words: Mapping[str, object]) -> dict[str, float]:
     return {key: n for key, value in words.items() if (n := number(value)) is not None}
-
-
-def _place(entry: AtStage) -> tuple[int, int]:
-    return entry.replica, entry.stage
 
 
 def facts_of(runs: Sequence[Run]) -> list[Facts]:
@@ -358,11 +303,10 @@ def facts_of(runs: Sequence[Run]) -> list[Facts]:
 
 def baseline(facts: Iterable[Facts]) -> Facts | None:
     """The synchronous run that the others are compared with, by accuracy or else by loss."""
-    plain = [f for f in facts if f.synchronous]
-    scored = [f for f in plain if f.accuracy is not None] or [
-        f for f in plain if f.loss is not None
-    ]
-    return scored[0] if scored else None
+    plain = [run for run in facts if run.synchronous]
+    by_accuracy = (run for run in plain if run.accuracy is not None)
+    by_loss = (run for run in plain if run.loss is not None)
+    return next(chain(by_accuracy, by_loss), None)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -370,9 +314,45 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     if len(points) <= most:
         return list(points)
     edges = [round(place * len(points) / most) for place in range(most + 1)]
-    return [_mean(points[low:high]) for low, high in pairwise(edges)]
+    shares = [points[low:high] for low, high in pairwise(edges)]
+    return [replace(s[-1], value=math.fsum(p.value for p in s) / len(s)) for s in shares]
 
 
-def _mean(points: Sequence[Point]) -> Point:
-    last = points[-1]
-    return Point(last.epoch, last.time_s, math.fsum(p.value for p in points) / len(points))
+# Values from JSON that anybody may have edited: the kind that is wanted, or nothing.
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """A dictionary with names as keys; empty for anything else."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def listing(value: object) -> list[Any]:
+    """A list; empty for anything else."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def whole(value: object) -> int | None:
+    """An integer, also one written as text: JSON's keys are."""
+    if isinstance(value, str):
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else None
+    exact = number(value)
+    return int(exact) if exact is not None and exact == int(exact) else None
+
+
+def count(value: object) -> int | None:
+    """An integer of at least one, or None."""
+    exact = whole(value)
+    return exact if exact is not None and exact >= 1 else None
+
+
+def name_of(value: object) -> str | None:
+    """A name, given alone or as ``{"name": ...}``."""
+    name = value if isinstance(value, str) else mapping(value).get("name")
+    return None if name is None else str(name)

@@ -1,4 +1,4 @@
-"""Figures drawn from timelines and stored runs.
+"""Pictures that matplotlib draws: of a study, and for scripts; a page draws its own.
 
 Only ``matplotlib.figure`` is used, never pyplot: no window, no global state, and a figure that
 nobody keeps is freed.
@@ -7,6 +7,7 @@ nobody keeps is freed.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from offbeat.app.study import Cell
 from offbeat.errors import ConfigurationError, MissingExtra
 from offbeat.schedules.table import Span
 from offbeat.schedules.timeline import Timeline
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart by colour-blind readers; dark enough for lines on white.
-PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", "-.", ":")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MARKED = 40
 """Points up to which each has a marker; on a longer line they would hide it."""
-_FORWARD, _BACKWARD = "#56B4E9", "#E69F00"
+_KINDS = {"F": ("forward", "#56B4E9"), "B": ("backward (and recomputation)", "#E69F00")}
 
 _INCH_PT = 72.0
 _NUMBER_PT = 7.5
@@ -40,7 +41,7 @@ def draw_timelines(
     end = until if until is not None else max(line.duration for line in timelines.values())
     panel_in = [_TITLE_IN + _LINE_IN * line.stages for line in timelines.values()]
     height = _TOP_IN + sum(panel_in) + _BOTTOM_IN
-    figure = empty_figure(_WIDTH_IN, height)
+    figure = _empty_figure(_WIDTH_IN, height)
     top = height - _TOP_IN
     width = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
     for (name, line), panel in zip(timelines.items(), panel_in, strict=True):
@@ -54,21 +55,22 @@ def draw_timelines(
     for axes in figure.axes[:-1]:
         axes.tick_params(labelbottom=False)
     figure.axes[-1].set_xlabel(xlabel, fontsize=11)
-    figure.legend(*_two_kinds(), loc="upper right", ncols=2, frameon=False, fontsize=11)
+    kinds = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*kinds, loc="upper right", ncols=2, frameon=False, fontsize=11)
     return figure
 
 
 def _draw_panel(axes: Any, line: Timeline, end: float, unit_pt: float) -> None:
-    for kind, colour in (("F", _FORWARD), ("B", _BACKWARD)):
+    for kind, (name, colour) in _KINDS.items():
         for stage in range(line.stages):
             boxes = [
                 (span.start, span.end - span.start)
                 for span in line.spans
                 if (span.action.kind, span.action.stage) == (kind, stage) and span.start < end
             ]
-            axes.broken_barh(
-                boxes, (stage - 0.42, 0.84), facecolor=colour, edgecolor="white", linewidth=0.5
-            )
+            low_and_height, name_once = (stage - 0.42, 0.84), None if stage else name
+            axes.broken_barh(boxes, low_and_height, facecolor=colour, edgecolor="white",
+                             linewidth=0.5, label=name_once)  # fmt: skip
     for span in line.spans:
         if span.action.kind != "U" and span.end <= end and _fits(span, unit_pt):
             axes.text(
@@ -92,13 +94,6 @@ def _fits(span: Span, unit_pt: float) -> bool:
     return (span.end - span.start) * unit_pt > (0.64 * digits + 0.2) * _NUMBER_PT
 
 
-def _two_kinds() -> tuple[list[Any], list[str]]:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=_FORWARD), Patch(facecolor=_BACKWARD)]
-    return handles, ["forward", "backward (and recomputation)"]
-
-
 def draw_curves(
     runs: Mapping[str, Sequence[tuple[float, float]]],
     *,
@@ -108,7 +103,7 @@ def draw_curves(
 ) -> "Figure":
     """One line per run through its (epoch, value) points; the legend stands beside the axes."""
     _refuse_empty(runs, "draw_curves")
-    figure = empty_figure(9.5, 4.8)
+    figure = _empty_figure(9.5, 4.8)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     for place, (name, points) in enumerate(runs.items()):
@@ -116,14 +111,14 @@ def draw_curves(
             [epoch for epoch, _ in points],
             [value for _, value in points],
             label=name,
-            color=PALETTE[place % len(PALETTE)],
+            color=_PALETTE[place % len(_PALETTE)],
             linestyle=_DASHES[place % len(_DASHES)],
-            marker=MARKERS[place % len(MARKERS)] if len(points) <= _MARKED else None,
+            marker=_MARKERS[place % len(_MARKERS)] if len(points) <= _MARKED else None,
             # Earlier lines are broader, so that one which a later line covers still shows.
             linewidth=max(1.5, 3.0 - 0.3 * place),
             markersize=max(4.5, 8 - 0.7 * place),
         )
-    axes.xaxis.set_major_locator(_whole_numbers())
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel(xlabel, fontsize=11)
     axes.set_ylabel(ylabel, fontsize=11)
     axes.set_title(title, loc="left", fontsize=12)
@@ -133,13 +128,46 @@ def draw_curves(
     return figure
 
 
-def _whole_numbers() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)
+_ASIDE = 0.04
+"""By how much a method stands beside the next, so that those of the same lag can be told apart."""
 
 
-def empty_figure(width_in: float, height_in: float) -> "Figure":
+def draw_study(cells: Sequence[Cell], percent: bool) -> "Figure":
+    """Each configuration at the lag of its first stage, every seed a dot, the mean a marker."""
+    figure = _empty_figure(8.5, 5.0)
+    figure.set_layout_engine("constrained")  # makes room for a legend outside
+    axes = figure.add_subplot()
+    scale = 100.0 if percent else -1.0  # a loss is stored as a score, negative
+    plain = [cell for cell in cells if cell.method == "synchronous"]
+    for cell in plain:
+        axes.axhline(scale * cell.mean, color="#000000", linewidth=1)
+        low, high = min(cell.scores), max(cell.scores)
+        axes.axhspan(scale * low, scale * high, color="#000000", alpha=0.08, linewidth=0)
+    others = [cell for cell in cells if cell.method != "synchronous"]
+    methods = list(dict.fromkeys(cell.method for cell in others))
+    for place, method in enumerate(methods):
+        mine = sorted((c for c in others if c.method == method), key=lambda c: max(c.lags))
+        # Black is plain training's.
+        colour, marker = _PALETTE[(place + 1) % len(_PALETTE)], _MARKERS[place % len(_MARKERS)]
+        aside = _ASIDE * (place - (len(methods) - 1) / 2)
+        lags = [max(cell.lags) + aside for cell in mine]
+        axes.plot(lags, [scale * c.mean for c in mine], color=colour, marker=marker, label=method)
+        for lag, cell in zip(lags, mine, strict=True):
+            axes.plot([lag] * len(cell.scores), [scale * s for s in cell.scores], ".", color=colour,
+                      alpha=0.4)  # fmt: skip
+    axes.set_xlabel("lag of the first stage, in updates")
+    axes.set_ylabel("test accuracy, %" if percent else "test loss, better upwards")
+    if not percent:
+        axes.invert_yaxis()
+    axes.set_title("line and band: BP, mean and range over seeds" if plain else "")
+    axes.grid(alpha=0.3)
+    axes.locator_params(axis="x", integer=True)
+    if others:
+        figure.legend(frameon=False, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _empty_figure(width_in: float, height_in: float) -> "Figure":
     """A figure outside pyplot; says what to install where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure

@@ -1,25 +1,63 @@
-"""One HTML file about one run or several: it opens offline, and asks nobody for anything."""
+"""One HTML file about one run or several: it opens offline, and asks nobody for anything.
+
+Beside it lies a trace per run, for Perfetto.
+"""
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from pathlib import Path
 
-from offbeat.app.report.actions import Drawing
-from offbeat.app.report.bars import lags, memory, waiting
-from offbeat.app.report.configuration import configuration_table
 from offbeat.app.report.curves import columns_of, curves
-from offbeat.app.report.facts import facts_of
-from offbeat.app.report.gradients import gradients
+from offbeat.app.report.facts import Facts, facts_of
 from offbeat.app.report.markup import Markup, data_block, join, tag
-from offbeat.app.report.reading import reading
-from offbeat.app.report.staleness import staleness
-from offbeat.app.report.summary import comparison, summary
-from offbeat.app.report.timelines import timelines
+from offbeat.app.report.stages import gradients, lags, memory, staleness, waiting
+from offbeat.app.report.summary import comparison, configuration_table, summary
+from offbeat.app.report.timelines import Drawing, timelines
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
+from offbeat.records.ledger import Ledger
+
+PAGE = "report.html"
 
 _SCRIPTS = ("curves.js", "timeline.js", "page.js")
+
+
+def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Writes ``report.html`` and traces into a folder, and returns what was written.
+
+    Files of an earlier report are replaced.
+    """
+    # A folder's name may hold bytes that are no text; they come as lone surrogates.
+    contents = {PAGE: page(runs).encode(errors="replace")}
+    for name, ledger in _traces(facts_of(runs)):
+        contents[name] = json.dumps(ledger.chrome_trace(), separators=(",", ":")).encode()
+    for name, content in contents.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{folder / name} cannot be written: {error.strerror}. Give another folder (--out)."
+            ) from None
+    return [folder / name for name in contents]
+
+
+def _traces(facts: Sequence[Facts]) -> Iterator[tuple[str, Ledger]]:
+    """File names: ``trace.json`` for one run, otherwise one per run by its label."""
+    taken: set[str] = set()
+    for run in facts:
+        if run.ledger is None:
+            continue
+        word = re.sub(r"[^A-Za-z0-9._-]+", "-", run.label).strip("-.")[:80] or "run"
+        name = "trace.json" if len(facts) == 1 else f"trace-{word}.json"
+        while name.lower() in taken:
+            name = name.replace(".json", "-2.json")
+        taken.add(name.lower())
+        yield name, run.ledger
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -42,7 +80,7 @@ def page(runs: Sequence[Run]) -> str:
         "Memory": memory(facts),
         "Waiting": waiting(facts),
         "Configuration": configuration_table(facts),
-        "How to read this page": reading(),
+        "How to read this page": Markup(_static("reading.html")),
     }
     shown = {title: content for title, content in sections.items() if content is not None}
     data = {

@@ -43,17 +43,15 @@ def _end_to_end(parts: Sequence[Timeline]) -> tuple[Span, ...]:
     for part in parts:
         start = max((span.end for span in spans), default=0.0)
         # Updates are numbered by step, forwards and backwards by micro-batch.
-        first = {kind: _count(spans, kind) for kind in ("F", "B", "U")}
+        counted = {"F": 0, "B": 0, "U": 0}
+        for span in spans:
+            counted[span.action.kind] = max(counted[span.action.kind], span.action.batch + 1)
         spans += [
             Span(
-                span.action._replace(batch=span.action.batch + first[span.action.kind]),
+                span.action._replace(batch=span.action.batch + counted[span.action.kind]),
                 span.start + start,
                 span.end + start,
             )
             for span in part.spans
         ]
     return tuple(spans)
-
-
-def _count(spans: Sequence[Span], kind: str) -> int:
-    return 1 + max((s.action.batch for s in spans if s.action.kind == kind), default=-1)

@@ -1,11 +1,12 @@
-"""The top of the page: a sentence per run, and the runs side by side."""
+"""The runs as wholes: in a sentence each, side by side, and what was asked for."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from offbeat.app.report import words
-from offbeat.app.report.facts import Facts, baseline
-from offbeat.app.report.markup import Markup, join, table, tag
-from offbeat.app.report.parts import note, swatch
+from offbeat.app.report.facts import Facts, baseline, mapping
+from offbeat.app.report.markup import Markup, join, note, swatch, table, tag
 
 
 def summary(facts: Sequence[Facts]) -> Markup:
@@ -48,52 +49,51 @@ def _outcome(run: Facts) -> str:
 
 
 def _trouble(run: Facts) -> Markup | None:
-    parts = []
     if run.diverged_at is not None:
-        parts.append(note(f"The training loss was not a finite number at step {run.diverged_at}."))
-    elif run.diverged:
-        parts.append(note("The test loss is not a finite number: training has diverged."))
-    if run.error:
-        parts.append(tag("pre", run.error))
-    return join(parts) if parts else None
+        return note(f"The training loss was not a finite number at step {run.diverged_at}.")
+    if run.diverged:
+        return note("The test loss is not a finite number: training has diverged.")
+    return None
 
 
 def comparison(facts: Sequence[Facts]) -> Markup:
     base = baseline(facts)
-    head = ["run", "method", "lag per stage", "accuracy"]
-    by_accuracy = base is not None and base.accuracy is not None
-    if base is not None:
-        head.append(f"gap to {base.label}, {'points' if by_accuracy else 'in loss'}")
-    head += ["test loss", "time per step", "rows/s", "end"]
-    body = []
-    for place, run in enumerate(facts):
-        cells: list[object] = [
+    unit = "in loss" if base is None or base.accuracy is None else "points"
+    head = (
+        *("run", "method", "lag per stage", "accuracy"),
+        *(() if base is None else (f"gap to {base.label}, {unit}",)),
+        *("test loss", "time per step", "rows/s", "end"),
+    )
+    body = [
+        (
             join([swatch(place), " ", run.label]),
             _method_words(run),
             words.listed(run.lags),
             words.percent(run.accuracy),
-        ]
-        if base is not None:
-            cells.append("baseline" if run is base else _gap(run, base, by_accuracy=by_accuracy))
-        cells += [
+            *(() if base is None else (_gap(run, base),)),
             words.number(run.loss),
             words.seconds(run.step_s),
             words.number(run.rows_per_s),
             run.status or "not recorded",
-        ]
-        body.append(cells)
-    missing = note("None of the runs is synchronous with a score, so no gap is given.")
-    others = {} if base is None else {run.label: run.recipe_unlike(base) for run in facts}
-    unlike = [
-        note(f"{label} and {base.label if base else ''} differ in more than staleness: {listed}.")
-        for label, names in others.items()
-        if (listed := ", ".join(names))
+        )
+        for place, run in enumerate(facts)
     ]
     side_by_side = table("The runs side by side", head, body, class_="side")
-    return join([side_by_side, None if base else missing, *unlike])
+    if base is None:
+        missing = "None of the runs is synchronous with a score, so no gap is given."
+        return join([side_by_side, note(missing)])
+    unlike = [
+        note(f"{run.label} and {base.label} differ in more than staleness: {', '.join(names)}.")
+        for run in facts
+        if (names := run.recipe_unlike(base))
+    ]
+    return join([side_by_side, *unlike])
 
 
-def _gap(run: Facts, base: Facts, *, by_accuracy: bool) -> str:
+def _gap(run: Facts, base: Facts) -> str:
+    if run is base:
+        return "baseline"
+    by_accuracy = base.accuracy is not None
     ours, theirs = (run.accuracy, base.accuracy) if by_accuracy else (run.loss, base.loss)
     if ours is None or theirs is None:
         return words.MISSING
@@ -107,3 +107,39 @@ def _method_words(run: Facts) -> str:
         text += f", {run.replicas} replicas"
         text += f", {run.averaging}" if run.averaging else ""
     return text
+
+
+def configuration_table(facts: Sequence[Facts]) -> Markup:
+    columns = [dict(_flat(run.config)) for run in facts]
+    groups = dict.fromkeys(_group(key) for column in columns for key in column)
+    every = dict.fromkeys(key for column in columns for key in column)
+    keys = sorted(every, key=lambda key: list(groups).index(_group(key)))
+    if not keys:
+        return note("The configuration is empty.")
+    body = []
+    for key in keys:
+        values = [column.get(key, words.MISSING) for column in columns]
+        differs = len(set(values)) > 1
+        body.append((tag("b", key, title="differs") if differs else key, *values))
+    head = ["setting", *(run.label for run in facts)] if len(facts) > 1 else ["setting", "value"]
+    several = "; settings in bold differ" if len(facts) > 1 else ""
+    return table(f"What was asked for{several}", head, body, class_="configuration")
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings by their path, ``optimizer.lr``."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(mapping(value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _written(value)
+
+
+def _group(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _written(value: object) -> str:
+    if isinstance(value, list | tuple) and not any(isinstance(v, list | dict) for v in value):
+        return words.listed(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)

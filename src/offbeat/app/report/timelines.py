@@ -1,35 +1,125 @@
-"""The timelines of the page: measured and planned, one under the other."""
+"""The timelines of the page: measured from a ledger and planned from a method, as actions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from offbeat.app.report.actions import Drawing, measured, plan, planned
 from offbeat.app.report.facts import Facts
-from offbeat.app.report.markup import Markup, join, tag
-from offbeat.app.report.parts import note, per_run
+from offbeat.app.report.markup import Markup, join, note, per_run, tag
 from offbeat.errors import ConfigurationError
+from offbeat.methods import method_named
+from offbeat.records.ledger import Entry, Ledger, Place, lags_of
+from offbeat.schedules.timeline import Timeline, timeline
+
+MOST_ACTIONS = 10_000
+"""Actions of a run on a page; the trace has all of them."""
+_MOST_STAGES = 256
+_NO_LOSS = float("nan")
+
+
+def planned_entries(line: Timeline) -> list[Entry]:
+    """Modelled actions with the versions they read and write."""
+    versions = [0] * line.stages
+    entries = []
+    for (stage, kind, batch, version), start, end in line.spans:
+        versions[stage] += kind == "U"
+        read = versions[stage] if version is None else version
+        entries.append(Entry(kind, stage, batch, read, start, end, _NO_LOSS))
+    return entries
+
+
+def plan(method: str | None, settings: Mapping[str, Any], stages: int | None) -> Timeline:
+    """The modelled timeline of a stored configuration, a few steps beyond the fill.
+
+    Raises :class:`ConfigurationError`, and nothing else, where the method cannot be built again.
+    """
+    if method is None or stages is None:
+        raise ConfigurationError("the configuration does not name a method and its stages.")
+    if stages > _MOST_STAGES:
+        raise ConfigurationError(f"{stages} stages are too many to draw.")
+    try:
+        built = method_named(method, **settings)
+        return timeline(built, stages, steps=built.schedule(stages).fill_steps + 6)
+    except Exception as error:  # a stored file may hold anything
+        raise ConfigurationError(str(error) or type(error).__name__) from error
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Lines of actions over time, as the page's script reads them."""
+
+    entries: Sequence[Entry]
+    left_out: int
+    unit: str
+    """``s``, or empty for modelled time."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Their names: per stage of a replica one for its actions, and one for averages."""
+        several = len({entry.replica for entry in self.entries}) > 1
+        return [
+            (f"r{replica} " if several else "") + (f"avg {stage}" if average else f"stage {stage}")
+            for replica, stage, average in self._lines
+        ]
+
+    @property
+    def _lines(self) -> list[tuple[int, int, bool]]:
+        return sorted({_line(entry) for entry in self.entries})
+
+    def columns(self) -> dict[str, Any]:
+        """Column by column, because that is a third of the size of records."""
+        places = {line: place for place, line in enumerate(self._lines)}
+        zero = min((entry.start_s for entry in self.entries), default=0.0)
+        lags = lags_of(self.entries)
+        read = {(e.replica, e.stage, e.batch): e.version for e in self.entries if e.kind == "F"}
+        return {
+            "unit": self.unit,
+            "lines": self.lines,
+            "line": [places[_line(entry)] for entry in self.entries],
+            "kind": "".join(entry.kind for entry in self.entries),
+            "stage": [entry.stage for entry in self.entries],
+            "replica": [entry.replica for entry in self.entries],
+            "batch": [entry.batch for entry in self.entries],
+            "version": [entry.version for entry in self.entries],
+            "read": [_of_batch(entry, read) for entry in self.entries],
+            "lag": [_of_batch(entry, lags) for entry in self.entries],
+            "start": [round(entry.start_s - zero, 6) for entry in self.entries],
+            "length": [round(entry.end_s - entry.start_s, 6) for entry in self.entries],
+            "loss": [None if e.loss != e.loss else float(f"{e.loss:.6g}") for e in self.entries],
+        }
+
+
+def _of_batch(entry: Entry, numbers: Mapping[Place, int]) -> int | None:
+    if entry.kind not in ("F", "B"):
+        return None
+    return numbers.get((entry.replica, entry.stage, entry.batch))
+
+
+def _line(entry: Entry) -> tuple[int, int, bool]:
+    return entry.replica, entry.stage, entry.kind == "A"
+
+
+def measured(ledger: Ledger) -> Drawing:
+    """The last actions of a ledger; averages under way have lines of their own."""
+    entries = sorted(ledger, key=lambda entry: entry.end_s)[-MOST_ACTIONS:]
+    return Drawing(entries, len(ledger) - len(entries), "s")
+
+
+def planned(line: Timeline) -> Drawing:
+    entries = sorted(planned_entries(line), key=lambda entry: entry.start_s)
+    return Drawing(entries[:MOST_ACTIONS], len(entries[MOST_ACTIONS:]), "")
 
 
 def timelines(facts: Sequence[Facts], drawings: list[Drawing]) -> Markup:
     """Adds to ``drawings`` what the page's script draws, in the order of its figures."""
-    return join(
-        [
-            note(
-                "Click or tap an action for its details; drag to move, pinch or use the buttons"
-                " to zoom. The wheel zooms once a timeline has been clicked."
-            ),
-            _key(),
-            per_run(facts, lambda run: join([_measured(run, drawings), _planned(run, drawings)])),
-        ]
+    hint = (
+        "Click or tap an action for its details; drag to move, pinch or use the buttons to"
+        " zoom. The wheel zooms once a timeline has been clicked."
     )
-
-
-def _key() -> Markup:
     kinds = (("F", "forward"), ("B", "backward"), ("U", "update"), ("A", "averages"))
-    return tag(
-        "p",
-        *(tag("span", tag("i", class_=f"box {kind}"), word) for kind, word in kinds),
-        class_="key",
-    )
+    key = (tag("span", tag("i", class_=f"box {kind}"), word) for kind, word in kinds)
+    blocks = per_run(facts, lambda run: join([_measured(run, drawings), _planned(run, drawings)]))
+    return join([note(hint), tag("p", *key, class_="key"), blocks])
 
 
 def _measured(run: Facts, drawings: list[Drawing]) -> Markup:

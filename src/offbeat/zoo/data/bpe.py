@@ -8,12 +8,12 @@ Reference: Radford et al., "Language Models are Unsupervised Multitask Learners"
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from unicodedata import category
 
-from offbeat.zoo.data.finding import damaged
+from offbeat.zoo.data.files import damaged
 
 Pair = tuple[int, int]
 
@@ -41,7 +41,7 @@ class BytePairs:
 
     def encode(self, text: str) -> list[int]:
         known, numbers = self._known, []
-        for piece in _pieces(text):
+        for piece in _pattern(text).findall(text):
             found = known.get(piece)
             if found is None:
                 found = known[piece] = self._merge(piece)
@@ -77,10 +77,6 @@ def read_merges(path: Path) -> BytePairs:
         return BytePairs(pairs)
     except KeyError as error:
         raise damaged(path, f"it merges {error} before that is a token") from error
-
-
-def _pieces(text: str) -> Iterator[str]:
-    return (match[0] for match in _pattern(text).finditer(text))
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import BatchError, MissingExtra
-from offbeat.zoo.data.keys import generator
+from offbeat.rng import generator
+from offbeat.zoo.data.images import hold_out
 from offbeat.zoo.settings import require_part
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -26,10 +27,17 @@ def digits(seed: int = 0, test_share: float = 0.2) -> Split:
 def raw_digits(seed: int, test_share: float) -> Split:
     """The same split, with pixels as they are: 0 to 16."""
     require_part("data 'digits': test_share", test_share)
-    images, classes = _load()
-    order = torch.randperm(len(images), generator=generator("split", seed))
-    held_out = min(len(images) - 1, max(1, round(len(images) * test_share)))
-    test, train = order[:held_out], order[held_out:]
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtra(
+            "digits() reads its images from scikit-learn, which is missing:"
+            " pip install scikit-learn"
+        ) from error
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
+    classes = torch.tensor(found.target, dtype=torch.int64)
+    train, test = hold_out(len(images), test_share, seed)
     return images[train], classes[train], images[test], classes[test]
 
 
@@ -48,16 +56,3 @@ def batches(
     order = torch.randperm(len(x), generator=generator("epoch", seed, epoch))
     for rows in order.split(size):
         yield x[rows], y[rows]
-
-
-def _load() -> tuple[Tensor, Tensor]:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtra(
-            "digits() reads its images from scikit-learn, which is missing:"
-            " pip install scikit-learn"
-        ) from error
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
-    return images, torch.tensor(found.target, dtype=torch.int64)

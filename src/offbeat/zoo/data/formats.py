@@ -1,4 +1,7 @@
-"""The files as their authors publish them: IDX, CIFAR's two kinds of batches, packed or not."""
+"""Reading images: IDX files, CIFAR's two kinds of batches, packed or not, and folders of pictures.
+
+Every reader returns parts: pixels as bytes (rows, channels, height, width), and a class per row.
+"""
 
 import gzip
 import io
@@ -8,21 +11,24 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from offbeat.errors import ConfigurationError
-from offbeat.zoo.data.finding import checksum, damaged
+from offbeat.errors import ConfigurationError, MissingExtra
+from offbeat.methods.base import require_count
+from offbeat.zoo.data.files import checksum, damaged
+from offbeat.zoo.data.images import hold_out
+from offbeat.zoo.settings import require_part
 
-Bytes = NDArray[np.uint8]
+Part = tuple[Tensor, Tensor]
 
 _PACKING_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, KeyError)
-_CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
-_CIFAR_ROW = 3 * 32 * 32
 _CIFAR_MD5 = {  # of the Python batches, as published
     "data_batch_1": "md5:c99cafc152244af753f735de768cd75f",
     "data_batch_2": "md5:d4bba439e000b95fd0a9bffe97cbabec",
@@ -49,8 +55,29 @@ def unpacked(path: Path, member: str | None = None) -> bytes:
         raise _unreadable(path, error) from error
 
 
-def read_idx(path: Path, dimensions: int) -> Bytes:
-    """An array of bytes in LeCun's IDX format, gzipped or not."""
+def _unreadable(path: Path, error: Exception) -> ConfigurationError:
+    size = path.stat().st_size if path.is_file() else 0
+    return damaged(path, f"{type(error).__name__}: {error} (the file has {size:,} bytes)")
+
+
+def _part(pixels: NDArray[Any], labels: NDArray[Any], place: Path) -> Part:
+    if labels.min(initial=0) < 0 or labels.max(initial=0) > 9:
+        raise damaged(place, f"a label is {labels.max()}, the classes are 0 to 9")
+    return torch.tensor(pixels), torch.tensor(labels, dtype=torch.int64)
+
+
+# ------------------------------------------------------------------ IDX
+
+
+def read_idx(images: Path, labels: Path) -> Part:
+    """A part in LeCun's format, gzipped or not."""
+    pixels, classes = _read_array(images, 3), _read_array(labels, 1)
+    if len(pixels) != len(classes):
+        raise damaged(labels, f"{len(classes)} labels for the {len(pixels)} images of {images}")
+    return _part(pixels[:, None], classes, labels)
+
+
+def _read_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     raw = unpacked(path)
     head = 4 + 4 * dimensions
     if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) < head:
@@ -66,33 +93,33 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
     return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)
 
 
-def read_cifar(path: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Training images and labels, test images and labels, of a folder or an archive of either kind.
+# ------------------------------------------------------------------ CIFAR
+
+
+def read_cifar(path: Path) -> tuple[Part, Part]:
+    """The training and the test part of a folder or an archive of either kind.
 
     The binary batches (``data_batch_1.bin``) or the Python ones (``data_batch_1``).
     """
-    found: dict[str, tuple[Bytes, Bytes]] = {}
+    found: dict[str, Part] = {}
     for name, raw in _members(path):
         place = path / name if path.is_dir() else path
         stem = name.removesuffix(".bin")
-        read = _binary if name.endswith(".bin") else _pickled
-        found[stem] = read(raw, place)
-        if read is _pickled and len(found[stem][1]) == 10_000:
+        found[stem] = (_read_pickled if stem == name else _read_binary)(raw, place)
+        if stem == name and len(found[stem][1]) == 10_000:
             is_md5 = checksum(raw, "md5:")
             if is_md5 != _CIFAR_MD5[stem]:
                 raise damaged(place, f"checksum {is_md5} of {stem} instead of {_CIFAR_MD5[stem]}")
-    missing = [name for name in (*_CIFAR_TRAIN, "test_batch") if name not in found]
+    missing = [name for name in _CIFAR_MD5 if name not in found]
     if missing:
         raise damaged(path, f"{', '.join(missing)} not in it")
-    train = [found[name] for name in _CIFAR_TRAIN]
-    images = np.concatenate([images for images, _ in train])
-    labels = np.concatenate([labels for _, labels in train])
-    return images, labels, *found["test_batch"]
+    *train, test = (found[name] for name in _CIFAR_MD5)
+    pixels, labels = zip(*train, strict=True)
+    return (torch.cat(pixels), torch.cat(labels)), test
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
-    stems = {*_CIFAR_TRAIN, "test_batch"}
-    wanted = stems | {f"{stem}.bin" for stem in stems}
+    wanted = {*_CIFAR_MD5, *(f"{stem}.bin" for stem in _CIFAR_MD5)}
     if path.is_dir():
         for batch in sorted(path.iterdir()):
             if batch.name in wanted:
@@ -109,15 +136,15 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
         raise _unreadable(path, error) from error
 
 
-def _binary(raw: bytes, place: Path) -> tuple[Bytes, Bytes]:
-    row = 1 + _CIFAR_ROW
+def _read_binary(raw: bytes, place: Path) -> Part:
+    row = 1 + 3 * 32 * 32
     if not raw or len(raw) % row:
         raise damaged(place, f"{len(raw):,} bytes instead of a multiple of {row:,} (30,730,000)")
     rows = np.frombuffer(raw, np.uint8).reshape(-1, row)
-    return rows[:, 1:].reshape(-1, 3, 32, 32), _classes(rows[:, 0], place)
+    return _part(rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0], place)
 
 
-def _pickled(raw: bytes, place: Path) -> tuple[Bytes, Bytes]:
+def _read_pickled(raw: bytes, place: Path) -> Part:
     try:
         batch = _ArraysOnly(io.BytesIO(raw), encoding="bytes").load()
         images, labels = batch[b"data"], np.asarray(batch[b"labels"])
@@ -128,13 +155,7 @@ def _pickled(raw: bytes, place: Path) -> tuple[Bytes, Bytes]:
         raise _unreadable(place, error) from error
     if len(images) != len(labels):
         raise damaged(place, f"{len(images)} images and {len(labels)} labels")
-    return images, _classes(labels, place)
-
-
-def _classes(labels: NDArray[Any], place: Path) -> Bytes:
-    if labels.min(initial=0) < 0 or labels.max(initial=0) > 9:
-        raise damaged(place, f"a label is {labels.max()}, the classes are 0 to 9")
-    return labels.astype(np.uint8)
+    return _part(images, labels, place)
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -153,6 +174,82 @@ class _ArraysOnly(pickle.Unpickler):
         raise ConfigurationError(f"it asks to run {module}.{name}, and batches hold arrays alone")
 
 
-def _unreadable(path: Path, error: Exception) -> ConfigurationError:
-    size = path.stat().st_size if path.is_file() else 0
-    return damaged(path, f"{type(error).__name__}: {error} (the file has {size:,} bytes)")
+# ------------------------------------------------------------------ a folder of pictures
+
+
+def read_folder(
+    folder: Path, side: int, channels: int, test_share: float, seed: int
+) -> tuple[Part, Part, tuple[str, ...]]:
+    """The training part, the test part, and the names of the classes: a sub-folder is one."""
+    require_count("side", side)
+    if channels not in (1, 3):
+        raise ConfigurationError(f"channels={channels!r}: give 3 for colour or 1 for grey.")
+    tests = (folder / name for name in ("test", "val", "valid", "validation"))
+    test_folder = next(filter(Path.is_dir, tests), None)
+    if (folder / "train").is_dir() and test_folder is not None:
+        classes = _class_names(folder / "train")
+        train, test = _list_files(folder / "train", classes), _list_files(test_folder, classes)
+    else:
+        require_part("data 'images': test_share", test_share)
+        classes = _class_names(folder)
+        files = _list_files(folder, classes)
+        if len(files) < 2:
+            raise ConfigurationError(f"{folder} holds {len(files)} image: give at least two.")
+        rows = hold_out(len(files), test_share, seed)
+        train, test = ([files[row] for row in part.tolist()] for part in rows)
+    return _read_files(train, side, channels), _read_files(test, side, channels), classes
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    if not folder.is_dir():
+        raise ConfigurationError(f"data 'images': folder={str(folder)!r} is not a folder.")
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if not found:
+        raise ConfigurationError(
+            f"data 'images': {folder} has no sub-folders. It needs one per class, with PNG or JPEG"
+            " files in it."
+        )
+    return tuple(found)
+
+
+def _list_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    """The pictures of a part, each with the number of its class."""
+    others = set(_class_names(folder)) - set(classes)
+    if others:
+        raise ConfigurationError(
+            f"data 'images': {folder} has {', '.join(sorted(others))}, which train has not: both"
+            " parts need the same classes."
+        )
+    found = [
+        (path, number)
+        for number, name in enumerate(classes)
+        for path in sorted((folder / name).glob("**/*"))
+        if path.suffix.lower() in (".png", ".jpg", ".jpeg")
+    ]
+    if not found:
+        raise ConfigurationError(f"data 'images': no PNG or JPEG file below {folder}.")
+    return found
+
+
+def _read_files(files: Sequence[tuple[Path, int]], side: int, channels: int) -> Part:
+    pixels = torch.empty(len(files), channels, side, side, dtype=torch.uint8)
+    for row, (path, _) in enumerate(files):
+        pixels[row] = _read_picture(path, side, channels)
+    return pixels, torch.tensor([number for _, number in files])
+
+
+def _read_picture(path: Path, side: int, channels: int) -> Tensor:
+    """The middle square, scaled."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise MissingExtra(
+            "data 'images' reads PNG and JPEG with Pillow, which is missing: pip install pillow"
+        ) from error
+    try:
+        with Image.open(path) as image:
+            plain = image.convert("RGB" if channels == 3 else "L")
+            square = ImageOps.fit(plain, (side, side), Image.Resampling.BILINEAR)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise damaged(path, f"{error} (the file has {path.stat().st_size:,} bytes)") from error
+    return torch.from_numpy(np.array(square)).reshape(side, side, channels).permute(2, 0, 1)

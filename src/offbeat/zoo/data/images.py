@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from offbeat.zoo.data.keys import generator
+from offbeat.rng import generator
 from offbeat.zoo.data.loader import Batch
 
 
@@ -83,16 +83,21 @@ class Images:
         return self._order[1]
 
 
+def hold_out(rows: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
+    """The rows to train and those to test with, at least one of each."""
+    order = torch.randperm(rows, generator=generator("split", seed))
+    count = min(rows - 1, max(1, round(rows * share)))
+    return order[count:], order[:count]
+
+
 def scale_of(pixels: Tensor) -> Scale:
     """Of every channel, counted byte by byte: exact, and small in memory."""
     values = torch.arange(256, dtype=torch.float64)
-    means, deviations = [], []
-    for channel in pixels.unbind(1):
-        counts = torch.zeros(256, dtype=torch.float64)
+    counts = torch.zeros(pixels.size(1), 256, dtype=torch.float64)
+    for count, channel in zip(counts, pixels.unbind(1), strict=True):
         for part in channel.split(4096):
-            counts += torch.bincount(part.flatten(), minlength=256)
-        shares = counts / counts.sum()
-        mean = (shares * values).sum()
-        means.append(mean)
-        deviations.append((shares * (values - mean) ** 2).sum().sqrt().clamp(min=1.0))
-    return Scale(torch.stack(means).float(), torch.stack(deviations).float())
+            count += torch.bincount(part.flatten(), minlength=256)
+    shares = counts / counts.sum(1, keepdim=True)
+    mean = (shares * values).sum(1)
+    variance = (shares * (values - mean[:, None]) ** 2).sum(1)
+    return Scale(mean.float(), variance.sqrt().clamp(min=1.0).float())

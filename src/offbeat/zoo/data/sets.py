@@ -1,80 +1,130 @@
-"""The data sets, each found by its files and described for training."""
+"""The data sets: what training needs to know of one, and each found by its files."""
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.zoo.data import published
-from offbeat.zoo.data.base import Data
+from offbeat.methods.base import require_count
+from offbeat.zoo.data import resources
 from offbeat.zoo.data.bpe import BytePairs, read_merges
 from offbeat.zoo.data.digits import raw_digits
-from offbeat.zoo.data.finding import Resource, checksum, damaged, find
-from offbeat.zoo.data.folders import read_folder
-from offbeat.zoo.data.formats import read_cifar, read_idx, unpacked
+from offbeat.zoo.data.files import checksum, damaged, find
+from offbeat.zoo.data.formats import Part, read_cifar, read_folder, read_idx, unpacked
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
-from offbeat.zoo.data.text import Unit, encoding, token_loss, tokens
+from offbeat.zoo.data.loader import Loader, Source
+from offbeat.zoo.data.text import Tokens, Unit, encoding, token_loss
 from offbeat.zoo.settings import check_settings, plain_name, require_part
 
 Folder = str | Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A data set in memory: its parts, the shape of a row, and the loss that goes with it.
+
+    ``classes`` is set for images, ``vocabulary`` for text; the other one is None.
+    """
+
+    name: str
+    train: Source
+    test: Source
+    validation: Source | None = None
+    """A third part, where the data set is published with one."""
+    shape: tuple[int, ...]
+    """Of one row of x: (channels, side, side), or (context,)."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    classes: int | None = None
+    vocabulary: int | None = None
+    names: tuple[str, ...] = ()
+    """Of the classes."""
+    decode: Callable[[Any], str] | None = None
+    """Text from token numbers."""
+
+    def loader(
+        self,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        augment: bool = True,
+        drop_last: bool = False,
+    ) -> Loader:
+        """Training batches, shuffled and augmented by (seed, epoch, batch) alone."""
+        return Loader(
+            self.train.to(device), batch_size, seed=seed, augment=augment, drop_last=drop_last
+        )
+
+    def test_loader(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        part: Literal["train", "validation", "test"] = "test",
+    ) -> Loader:
+        """All rows of a part in their order, as they are."""
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        source = parts.get(part)
+        if source is None:
+            known = ", ".join(name for name, there in parts.items() if there is not None)
+            raise ConfigurationError(f"data {self.name!r} has no part {part!r}. It has: {known}.")
+        return Loader(source.to(device), batch_size, train=False, augment=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a network must fit, under the names of the networks' settings."""
+        if self.vocabulary is not None:
+            return {"vocabulary": self.vocabulary, "context": self.shape[0]}
+        channels, side, width = self.shape
+        inputs = channels * side * width
+        return {"classes": self.classes, "channels": channels, "side": side, "inputs": inputs}
 
 
 def digits_data(folder: Folder = None, *, seed: int = 0, test_share: float = 0.2) -> Data:
     """scikit-learn's 8x8 digits, split as ``digits(seed, test_share)`` does."""
     del folder  # they come with scikit-learn
     train, y_train, test, y_test = raw_digits(seed, test_share)
-    scale = Scale(train.mean(), train.std())
     return _images(
         "digits",
-        Images(train.to(torch.uint8), y_train, scale),
-        Images(test.to(torch.uint8), y_test, scale),
+        (train.to(torch.uint8), y_train),
+        (test.to(torch.uint8), y_test),
+        Scale(train.mean(), train.std()),
         tuple("0123456789"),
     )
 
 
 def mnist(folder: Folder = None, *, download: bool = True) -> Data:
     """60,000 + 10,000 handwritten digits of 28x28."""
-    find_it = partial(find, "mnist", folder=folder, inside=["MNIST/raw"], download=download)
-    return _idx("mnist", published.MNIST, find_it, 0.13066, 0.30811, tuple("0123456789"))
+    files, scale = resources.MNIST, (0.13066, 0.30811)
+    return _idx("mnist", files, "MNIST/raw", folder, download, scale, tuple("0123456789"))
 
 
 def fashion_mnist(folder: Folder = None, *, download: bool = True) -> Data:
     """60,000 + 10,000 pieces of clothing of 28x28, in MNIST's format."""
-    inside = ["FashionMNIST/raw"]
-    find_it = partial(find, "fashion-mnist", folder=folder, inside=inside, download=download)
-    return _idx(
-        "fashion-mnist",
-        published.FASHION_MNIST,
-        find_it,
-        0.28604,
-        0.35302,
-        published.FASHION_CLASSES,
-    )
+    files, scale, names = resources.FASHION_MNIST, (0.28604, 0.35302), resources.FASHION_CLASSES
+    return _idx("fashion-mnist", files, "FashionMNIST/raw", folder, download, scale, names)
 
 
 def cifar10(folder: Folder = None, *, download: bool = True) -> Data:
     """50,000 + 10,000 colour images of 32x32; augmented by crops with a border of 4 and mirrors."""
-    path = find("cifar10", published.CIFAR_10, folder, download=download)
-    if path.is_file() and path.name in published.CIFAR_FIRST_BATCHES:
+    path = find("cifar10", resources.CIFAR_10, folder, download=download)
+    if path.is_file() and path.name in resources.CIFAR_FIRST_BATCHES:
         path = path.parent
-    pixels, labels, test_pixels, test_labels = read_cifar(path)
     scale = Scale(
         255 * torch.tensor([0.49140, 0.48216, 0.44653]),
         255 * torch.tensor([0.24703, 0.24349, 0.26159]),
     )
     augmentation = Augmentation(pad=4, flip=True)
-    return _images(
-        "cifar10",
-        Images(_tensor(pixels), _tensor(labels).long(), scale, augmentation),
-        Images(_tensor(test_pixels), _tensor(test_labels).long(), scale),
-        published.CIFAR_CLASSES,
-    )
+    return _images("cifar10", *read_cifar(path), scale, resources.CIFAR_CLASSES, augmentation)
 
 
 def image_folder(
@@ -98,12 +148,9 @@ def image_folder(
         )
     if pad is not None and pad < 0:
         raise ConfigurationError(f"data 'images': pad={pad}: give a border of 0 pixels or more.")
-    read = read_folder(Path(folder), side, channels, test_share, seed)
-    scale = scale_of(read.train[0])
+    train, test, classes = read_folder(Path(folder), side, channels, test_share, seed)
     augmentation = Augmentation(pad=side // 8 if pad is None else pad, flip=flip)
-    return _images(
-        "images", Images(*read.train, scale, augmentation), Images(*read.test, scale), read.classes
-    )
+    return _images("images", train, test, scale_of(train[0]), classes, augmentation)
 
 
 def text(
@@ -132,7 +179,7 @@ def tinyshakespeare(
     folder: Folder = None, *, unit: Unit = "characters", context: int = 256, download: bool = True
 ) -> Data:
     """1,115,394 characters of Shakespeare's plays; the last tenth is held out."""
-    path = find("tinyshakespeare", published.TINY_SHAKESPEARE, folder, download=download)
+    path = find("tinyshakespeare", resources.TINY_SHAKESPEARE, folder, download=download)
     whole = unpacked(path)
     parts = _cut(whole, [int(len(whole) * 0.9)], unit)
     return _text("tinyshakespeare", parts, unit, context, folder, download)
@@ -142,9 +189,9 @@ def enwik8(
     folder: Folder = None, *, unit: Unit = "bytes", context: int = 512, download: bool = True
 ) -> Data:
     """The first 10^8 bytes of a Wikipedia: 90 million to train, 5 to validate, 5 to test."""
-    path = find("enwik8", published.ENWIK8, folder, download=download)
+    path = find("enwik8", resources.ENWIK8, folder, download=download)
     whole = unpacked(path)
-    size, wanted = published.ENWIK8_UNPACKED
+    size, wanted = resources.ENWIK8_UNPACKED
     if len(whole) != size:
         raise damaged(path, f"{len(whole):,} bytes unpacked instead of {size:,}")
     found = checksum(whole, wanted)
@@ -158,7 +205,7 @@ def wikitext2(
     folder: Folder = None, *, unit: Unit = "words", context: int = 128, download: bool = True
 ) -> Data:
     """WikiText-2, the version with ``<unk>``: two million words, and parts to validate and test."""
-    path = find("wikitext-2", published.WIKITEXT_2, folder, download=download)
+    path = find("wikitext-2", resources.WIKITEXT_2, folder, download=download)
     names = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
     if path.suffix == ".zip":
         parts = [unpacked(path, member=f"wikitext-2/{name}") for name in names]
@@ -170,7 +217,7 @@ def wikitext2(
 def gpt2_tokens(folder: Folder = None, *, download: bool = True) -> BytePairs:
     """GPT-2's encoder, from its list of merges."""
     inside = ["../gpt2-bpe"]
-    path = find("gpt2-bpe", published.GPT_2_MERGES, folder, inside=inside, download=download)
+    path = find("gpt2-bpe", resources.GPT_2_MERGES, folder, inside=inside, download=download)
     return read_merges(path)
 
 
@@ -206,32 +253,31 @@ def data_named(name: str, /, folder: Folder = None, **settings: Any) -> Data:
 
 def _idx(
     name: str,
-    files: dict[str, Resource],
-    find_it: Callable[[Resource], Path],
-    mean: float,
-    deviation: float,
+    files: Sequence[resources.Resource],
+    inside: str,
+    folder: Folder,
+    download: bool,
+    scale: tuple[float, float],
     names: tuple[str, ...],
 ) -> Data:
-    scale = Scale(torch.tensor(255 * mean), torch.tensor(255 * deviation))
-    parts = []
-    for part in ("train", "test"):
-        images, labels = find_it(files[f"{part} images"]), find_it(files[f"{part} labels"])
-        pixels, classes = read_idx(images, 3), read_idx(labels, 1)
-        if len(pixels) != len(classes):
-            raise damaged(labels, f"{len(classes)} labels for the {len(pixels)} images of {images}")
-        if classes.max(initial=0) >= len(names):
-            raise damaged(labels, f"a label is {classes.max()}, the classes are 0 to 9")
-        parts.append(Images(_tensor(pixels).unsqueeze(1), _tensor(classes).long(), scale))
-    train, test = parts
-    return _images(name, train, test, names)
+    paths = [find(name, file, folder, inside=[inside], download=download) for file in files]
+    train, test = read_idx(*paths[:2]), read_idx(*paths[2:])
+    return _images(name, train, test, Scale(*(torch.tensor(255 * n) for n in scale)), names)
 
 
-def _images(name: str, train: Images, test: Images, names: tuple[str, ...]) -> Data:
-    _, channels, height, width = train.pixels.shape
+def _images(
+    name: str,
+    train: Part,
+    test: Part,
+    scale: Scale,
+    names: tuple[str, ...],
+    augmentation: Augmentation | None = None,
+) -> Data:
+    _, channels, height, width = train[0].shape
     return Data(
         name=name,
-        train=train,
-        test=test,
+        train=Images(*train, scale, augmentation),
+        test=Images(*test, scale),
         shape=(channels, height, width),
         loss=F.cross_entropy,
         classes=len(names),
@@ -246,7 +292,10 @@ def _text(
     # A part may end without a line end, and its last word is not the beginning of the next.
     whole = (b"\n" if unit == "words" else b"").join(parts)
     chosen = encoding(unit, whole, partial(gpt2_tokens, folder, download=download))
-    sources = [tokens(chosen.encode(part), chosen.size, context) for part in parts]
+    require_count("context", context)
+    kind = np.uint8 if chosen.size <= 256 else np.int32  # the smallest that holds every token
+    numbers = (torch.from_numpy(chosen.encode(part).astype(kind)) for part in parts)
+    sources = [Tokens(each, context) for each in numbers]
     return Data(
         name=name,
         train=sources[0],
@@ -291,7 +340,3 @@ def _bytes_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    return torch.from_numpy(array.copy())  # arrays over bytes are read-only

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.methods.base import require_count
+from offbeat.rng import generator
 from offbeat.zoo.data.bpe import BytePairs
-from offbeat.zoo.data.keys import generator
 from offbeat.zoo.data.loader import Batch
 
 Unit = Literal["characters", "bytes", "words", "gpt2"]
@@ -100,13 +99,6 @@ def encoding(unit: Unit, whole: bytes, gpt2: Callable[[], BytePairs]) -> Encodin
             decode=pairs.decode,
         )
     raise unknown("unit", unit, get_args(Unit))
-
-
-def tokens(numbers: NDArray[Any], size: int, context: int) -> Tokens:
-    """The smallest type that holds ``size`` different tokens."""
-    require_count("context", context)
-    kind = np.uint8 if size <= 256 else np.int32
-    return Tokens(torch.from_numpy(numbers.astype(kind)), context)
 
 
 def _characters(whole: bytes) -> Encoding:

@@ -8,14 +8,14 @@ const DOTS_UP_TO = 40;
 
 function element(name, attributes, ...children) {
   const svg = ["svg", "path", "line", "text", "circle", "g"].includes(name);
-  const made = svg
+  const node = svg
     ? document.createElementNS("http://www.w3.org/2000/svg", name)
     : document.createElement(name);
   for (const [key, value] of Object.entries(attributes || {})) {
-    if (value !== null && value !== "") made.setAttribute(key, value);
+    if (value !== null && value !== "") node.setAttribute(key, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }
 
 /* Round numbers that divide a range into about so many parts. */
@@ -23,11 +23,11 @@ function ticks(low, high, about) {
   const rough = (high - low) / about;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= rough);
-  const found = [];
+  const values = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + 1e-9 * step; k += 1) {
-    found.push(k * step);
+    values.push(k * step);
   }
-  return { values: found, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+  return { values, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }
 
 function short(value) {
@@ -148,14 +148,14 @@ class Chart {
     const wanted = f.x0 + ((at - f.left) / (f.right - f.left)) * (f.x1 - f.x0);
     const nearest = (points) => points.reduce((best, next) =>
       (Math.abs(next[0] - wanted) < Math.abs(best[0] - wanted) ? next : best));
-    const found = shown.map((one) => ({ ...one, point: nearest(one.points) }));
-    const x = nearest(found.map(({ point }) => point))[0];
+    const nearby = shown.map((one) => ({ ...one, point: nearest(one.points) }));
+    const x = nearest(nearby.map(({ point }) => point))[0];
     const px = f.x(x);
     this.cursor.setAttribute("x1", px);
     this.cursor.setAttribute("x2", px);
     this.cursor.setAttribute("visibility", "visible");
     const title = this.state.axis === "epoch" ? `epoch ${short(x)}` : `${short(x)} s`;
-    this.tip.replaceChildren(element("div", {}, title), ...found.map(({ run, place, point }) =>
+    this.tip.replaceChildren(element("div", {}, title), ...nearby.map(({ run, place, point }) =>
       element("div", {},
         element("svg", { class: "swatch", viewBox: "0 0 26 12" }, element("line", {
           class: `line run-${place % COLOURS}`, x1: 1, x2: 25, y1: 6, y2: 6,

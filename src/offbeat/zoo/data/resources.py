@@ -1,6 +1,23 @@
 """What is published where: names, mirrors, sizes, checksums, classes."""
 
-from offbeat.zoo.data.finding import Resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """One published file."""
+
+    name: str
+    urls: tuple[str, ...]
+    size: int | None
+    """None where it is not published."""
+    checksum: str
+    """``md5:...``, ``sha256:...``; empty where only the unpacked contents have a published one."""
+    repacked: bool = False
+    also: tuple[str, ...] = ()
+    """Other names of the same, unpacked or packed otherwise; those of folders end with a slash."""
+
 
 CIFAR_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
@@ -11,53 +28,46 @@ FASHION_CLASSES = (
     "Ankle boot",
 )  # fmt: skip
 
-_IDX_FILES = {
-    "train images": "train-images-idx3-ubyte",
-    "train labels": "train-labels-idx1-ubyte",
-    "test images": "t10k-images-idx3-ubyte",
-    "test labels": "t10k-labels-idx1-ubyte",
-}
+
+def _idx_files(mirrors: Sequence[str], published: dict[str, tuple[int, str]]) -> list[Resource]:
+    """Images and labels to train, images and labels to test with, in MNIST's format."""
+    return [
+        Resource(
+            name=f"{name}-ubyte.gz",
+            urls=tuple(f"{mirror}{name}-ubyte.gz" for mirror in mirrors),
+            size=size,
+            checksum=checksum,
+            repacked=True,  # Debian's, for one
+            also=(f"{name}-ubyte",),
+        )
+        for name, (size, checksum) in published.items()
+    ]
 
 
-def _idx(part: str, mirrors: tuple[str, ...], size: int, checksum: str) -> Resource:
-    name = _IDX_FILES[part]
-    return Resource(
-        name=f"{name}.gz",
-        urls=tuple(f"{mirror}{name}.gz" for mirror in mirrors),
-        size=size,
-        checksum=checksum,
-        repacked=True,  # Debian's, for one
-        also=(name,),
-    )
-
-
-_MNIST_MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+MNIST = _idx_files(
+    (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    {
+        "train-images-idx3": (9_912_422, "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+        "train-labels-idx1": (28_881, "md5:d53e105ee54ea40749a09fcbcd1e9432"),
+        "t10k-images-idx3": (1_648_877, "md5:9fb629c4189551a2d022fa330f9573f3"),
+        "t10k-labels-idx1": (4_542, "md5:ec29112dd5afa0611ce80d1b7f02629c"),
+    },
 )
-_FASHION_MIRRORS = (
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+FASHION_MNIST = _idx_files(
+    (
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    ),
+    {
+        "train-images-idx3": (26_421_880, "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+        "train-labels-idx1": (29_515, "md5:25c81989df183df01b3e8a0aad5dffbe"),
+        "t10k-images-idx3": (4_422_102, "md5:bef4ecab320f06d8554ea6380940ec79"),
+        "t10k-labels-idx1": (5_148, "md5:bb300cfdad3c16e7a12a480ee83cd310"),
+    },
 )
-
-MNIST = {
-    part: _idx(part, _MNIST_MIRRORS, size, checksum)
-    for part, size, checksum in (
-        ("train images", 9_912_422, "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-        ("train labels", 28_881, "md5:d53e105ee54ea40749a09fcbcd1e9432"),
-        ("test images", 1_648_877, "md5:9fb629c4189551a2d022fa330f9573f3"),
-        ("test labels", 4_542, "md5:ec29112dd5afa0611ce80d1b7f02629c"),
-    )
-}
-FASHION_MNIST = {
-    part: _idx(part, _FASHION_MIRRORS, size, checksum)
-    for part, size, checksum in (
-        ("train images", 26_421_880, "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        ("train labels", 29_515, "md5:25c81989df183df01b3e8a0aad5dffbe"),
-        ("test images", 4_422_102, "md5:bef4ecab320f06d8554ea6380940ec79"),
-        ("test labels", 5_148, "md5:bb300cfdad3c16e7a12a480ee83cd310"),
-    )
-}
 CIFAR_10 = Resource(
     name="cifar-10-binary.tar.gz",
     urls=(

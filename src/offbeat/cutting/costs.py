@@ -1,6 +1,11 @@
-"""What layers cost on the device at hand, and where to cut so that stages end together."""
+"""What layers cost, and where to cut so that stages cost the same.
+
+Costs are arithmetic, which is counted and the same on every machine, or time, which is measured on
+the device at hand.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -8,17 +13,74 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from offbeat import nest
 from offbeat.cutting.balance import cut_by_costs
-from offbeat.cutting.counting import count_operations
 from offbeat.nest import Nest
 from offbeat.stages.lanes import Lane, NotRecordable
 from offbeat.stages.stage import precision
-from offbeat.stages.trial import leave_untouched
+from offbeat.stages.trial import Whole, leave_untouched, outputs_of
 
 _REPEATS = 9
 _TRIES = 6
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def cut_by_count(modules: Sequence[nn.Module], batch: Nest, stages: int) -> list[int]:
+    """Where stages begin so that each has as much arithmetic as the others."""
+    return cut_by_costs(count_operations(modules, batch), stages)
+
+
+def count_operations(modules: Sequence[nn.Module], batch: Nest) -> list[float]:
+    """Arithmetic of the forward of each module, when they run one after the other."""
+    counts = []
+    value = nest.replace(batch, lambda t: t.clone())
+    with leave_untouched(modules):
+        for module in modules:
+            with _OperationCounter() as counter:
+                value = module(value)
+            counts.append(counter.total)
+    return counts
+
+
+def count_between(model: nn.Module, paths: Sequence[str], batch: Nest) -> list[float]:
+    """Arithmetic from the call of each module to that of the next, in one forward of the model."""
+    totals: dict[str, float] = {}
+    with _OperationCounter() as counter, ExitStack() as hooks:
+        for path in paths:
+            hooks.enter_context(
+                model.get_submodule(path).register_forward_pre_hook(
+                    lambda *_, path=path: totals.setdefault(path, counter.total) and None
+                )
+            )
+        outputs_of([Whole(model)], batch)
+        ends = [*(totals.get(path, 0.0) for path in paths[1:]), counter.total]
+    begins = [0.0, *ends[:-1]]
+    return [max(0.0, end - begin) for begin, end in zip(begins, ends, strict=True)]
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Matrix products by PyTorch's own formulas; everything else one operation per element."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        elif not func.is_view:
+            self.total += sum(tensor.numel() for tensor in nest.tensors(result))
+        return result
+
+
+# ------------------------------------------------------------------ time
 
 
 def cut_by_time(
@@ -36,8 +98,11 @@ def cut_by_time(
     mislead: cuts are tried, and layers are charged what their stage took among the others.
     """
     with leave_untouched(modules), torch.enable_grad():
-        passes = _passes(modules, batch, autocast)
-        alone = [seconds_of(work) for work in passes]
+        inputs, alone = [batch], []
+        for module in modules:
+            work = _Pass(module, inputs[-1], autocast)
+            inputs.append(nest.replace(work(), lambda t: t.detach()))
+            alone.append(seconds_of(work))
         if not side_by_side or stages == 1:
             return cut_by_costs(alone, stages)
         slowest: dict[tuple[int, ...], float] = {}
@@ -50,8 +115,9 @@ def cut_by_time(
             parts = list(pairwise([0, *cuts, len(modules)]))
             for start, end in parts:
                 if (start, end) not in recordings:
-                    recordings[start, end] = _Recording(_join(passes[start:end]))
-            together = _seconds_together([recordings[part] for part in parts])
+                    part = nn.Sequential(*modules[start:end])
+                    recordings[start, end] = _Recording(_Pass(part, inputs[start], autocast))
+            together = _seconds_together([recordings[place] for place in parts])
             slowest[cuts] = max(together)
             costs = [
                 seconds * alone[layer] / sum(alone[start:end])
@@ -63,7 +129,7 @@ def cut_by_time(
 
 
 class _Pass:
-    """A forward and a backward of some modules on the same input, over and over."""
+    """A forward and a backward of a module on the same input, over and over."""
 
     def __init__(self, module: nn.Module, given: Nest, autocast: torch.dtype | None) -> None:
         self.module = module
@@ -81,19 +147,6 @@ class _Pass:
             starts = [torch.ones_like(end) for end in ends]
             torch.autograd.grad(ends, self._wanted, starts, allow_unused=True)
         return output
-
-
-def _passes(modules: Sequence[nn.Module], batch: Nest, autocast: torch.dtype | None) -> list[_Pass]:
-    passes = []
-    for module in modules:
-        passes.append(_Pass(module, batch, autocast))
-        batch = nest.replace(passes[-1](), lambda t: t.detach())
-    return passes
-
-
-def _join(passes: Sequence[_Pass]) -> _Pass:
-    first = passes[0]
-    return _Pass(nn.Sequential(*(work.module for work in passes)), first.given, first.autocast)
 
 
 def seconds_of(work: _Pass) -> float:

@@ -1,11 +1,13 @@
-"""Lag, memory and waiting as tables with bars: they need no script."""
+"""What happened at each stage: lag, staleness, gradients, memory and waiting, as tables."""
 
+from collections import Counter
 from collections.abc import Sequence
+from statistics import median
 
 from offbeat.app.report import words
 from offbeat.app.report.facts import AtStage, Facts
-from offbeat.app.report.markup import Markup, join, table, tag
-from offbeat.app.report.parts import note, per_run, place
+from offbeat.app.report.markup import Markup, join, note, per_run, place, table, tag
+from offbeat.records.readings import WHATS
 
 _MOST_LAGS = 16
 """Lines of a lag histogram; more lags are counted in ranges."""
@@ -47,11 +49,10 @@ def binned(counts: dict[int, int], most: int) -> list[tuple[str, int]]:
         return [(str(lag), counts[lag]) for lag in sorted(counts)]
     low, high = min(counts), max(counts)
     width = -(-(high - low + 1) // most)
-    found: dict[int, int] = {}
+    bins: Counter[int] = Counter()
     for lag in sorted(counts):
-        start = low + (lag - low) // width * width
-        found[start] = found.get(start, 0) + counts[lag]
-    return [(f"{start} to {start + width - 1}", times) for start, times in found.items()]
+        bins[low + (lag - low) // width * width] += counts[lag]
+    return [(f"{start} to {start + width - 1}", times) for start, times in bins.items()]
 
 
 def _bar(share: float, kind: str = "") -> Markup:
@@ -59,8 +60,84 @@ def _bar(share: float, kind: str = "") -> Markup:
     return tag("span", tag("i", style=width, class_=kind or None), class_="bar")
 
 
-_PARTS = {"weight_bytes": "weights", "in_flight_bytes": "flight", "correction_bytes": "kept"}
-"""Of the memory of a stage, and how each is drawn."""
+def staleness(facts: Sequence[Facts]) -> Markup:
+    text = (
+        "How stale a stage is: lr / (1 - momentum) x curvature x lag. On a quadratic without"
+        " noise, staleness does little below 0.1, weight prediction helps up to 1, and beyond that"
+        " plain momentum is near its limit. Here the curvature is read off gradients of different"
+        " batches, whose noise counts as well: the number is easily several times too high. Compare"
+        " stages and runs by it; what a run can take, its loss says."
+    )
+    return join([note(text), per_run(facts, _readings)])
+
+
+def _readings(run: Facts) -> Markup:
+    if not run.readings:
+        return note("This run had no monitor.")
+    values: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for reading in run.readings:
+        of_stage = values.setdefault((reading.replica, reading.stage), {})
+        of_stage.setdefault(reading.what, []).append(reading.value)
+    body = [
+        (
+            place(run, replica, stage),
+            *(words.number(median(of[what]) if what in of else None) for what in WHATS),
+            words.number(max(of.get("staleness", ()), default=None)),
+        )
+        for (replica, stage), of in sorted(values.items())
+    ]
+    head = (
+        "stage",
+        "staleness, median",
+        "prediction error as a share of none",
+        "cosine of stale and fresh gradients",
+        "staleness, largest",
+    )
+    return table("How stale, per stage", head, body, class_="numbers")
+
+
+_SEEN_BY_GUARDS = {
+    "updates": "updates",
+    "median_norm": "norm, median",
+    "largest_norm": "norm, largest",
+    "clipped": "clipped",
+    "not_finite": "not finite",
+    "skipped": "skipped",
+    "rolled_back": "rolled back",
+    "largest_lag": "lag, largest",
+}
+
+
+def gradients(facts: Sequence[Facts]) -> Markup:
+    text = (
+        "The norm of all gradients of a stage together, before clipping, at every update. One that"
+        " is not finite is applied, skipped or rolled back, as the run's guard was told to; the"
+        " largest norm is that of the finite ones."
+    )
+    return join([note(text), per_run(facts, _guarded)])
+
+
+def _guarded(run: Facts) -> Markup:
+    if not run.guarded:
+        return note("This run had no guards.")
+    body = [
+        (
+            place(run, of.replica, of.stage),
+            *(words.number(of.numbers.get(name)) for name in _SEEN_BY_GUARDS),
+        )
+        for of in run.guarded
+    ]
+    return table(
+        "Gradients, per stage", ("stage", *_SEEN_BY_GUARDS.values()), body, class_="numbers"
+    )
+
+
+_PARTS = {
+    "weight_bytes": ("weights", "weights"),
+    "in_flight_bytes": ("flight", "in flight"),
+    "correction_bytes": ("kept", "corrections, monitor"),
+}
+"""Of the memory of a stage: how each is drawn, and its name."""
 
 
 def memory(facts: Sequence[Facts]) -> Markup:
@@ -76,9 +153,7 @@ def _memory_table(run: Facts, most: float) -> Markup:
         (
             place(run, entry.replica, entry.stage),
             _stack(entry, most),
-            words.size(entry.numbers.get("weight_bytes")),
-            words.size(entry.numbers.get("in_flight_bytes")),
-            words.size(entry.numbers.get("correction_bytes")),
+            *(words.size(entry.numbers.get(key)) for key in _PARTS),
             _now_and_peak(entry, ("weight_copies",), "peak_weight_copies"),
             _now_and_peak(entry, ("graphs", "inputs"), "peak_in_flight"),
         )
@@ -87,9 +162,7 @@ def _memory_table(run: Facts, most: float) -> Markup:
     head = (
         "stage",
         "",
-        join([tag("i", class_="box weights"), "weights"]),
-        join([tag("i", class_="box flight"), "in flight"]),
-        join([tag("i", class_="box kept"), "corrections, monitor"]),
+        *(join([tag("i", class_=f"box {kind}"), name]) for kind, name in _PARTS.values()),
         "weight copies (most)",
         "micro-batches (most)",
     )
@@ -103,7 +176,7 @@ def _bytes(entry: AtStage) -> float:
 def _stack(entry: AtStage, most: float) -> Markup:
     bars = [
         tag("i", style=f"width:{100 * entry.numbers[key] / most:.1f}%", class_=kind)
-        for key, kind in _PARTS.items()
+        for key, (kind, _) in _PARTS.items()
         if entry.numbers.get(key)
     ]
     return tag("span", *bars, class_="bar")
@@ -133,13 +206,10 @@ def _busy(run: Facts) -> Markup:
 
 
 def _waits(run: Facts, longest: float) -> Markup:
+    if not run.waits and run.replicas == 1:
+        return note("One replica: there are no averages to wait for.")
     if not run.waits:
-        alone = run.replicas == 1
-        return note(
-            "One replica: there are no averages to wait for."
-            if alone
-            else "No waits for averages were recorded."
-        )
+        return note("No waits for averages were recorded.")
     body = [
         (
             place(run, wait.replica, wait.stage),

@@ -12,31 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 from urllib.request import Request, urlopen
 
 from offbeat.errors import ConfigurationError
+from offbeat.zoo.data.resources import Resource
 
 _CHUNK = 1 << 20
 _SILENCE_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resource:
-    """One published file."""
-
-    name: str
-    urls: tuple[str, ...]
-    size: int | None
-    """None where it is not published."""
-    checksum: str
-    """``md5:...``, ``sha256:...``; empty where only the unpacked contents have a published one."""
-    repacked: bool = False
-    also: tuple[str, ...] = ()
-    """Other names of the same, unpacked or packed otherwise; those of folders end with a slash."""
 
 
 def find(
@@ -121,22 +106,18 @@ def _download(resource: Resource, target: Path) -> list[str] | None:
     """None after a success, otherwise why each mirror failed."""
     failures = []
     for url in resource.urls:
-        aside: Path | None = None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            aside = Path(name)
-            with os.fdopen(handle, "wb") as file:
-                _fetch(url, resource, file)
-            _compare(aside, resource)
-            aside.chmod(0o644)  # a cache may be shared; mkstemp thinks of secrets
-            aside.replace(target)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+                aside = Path(folder) / target.name
+                with aside.open("wb") as file:
+                    _fetch(url, resource, file)
+                _compare(aside, resource)
+                aside.chmod(0o644)  # a cache may be shared
+                aside.replace(target)
             return None
         except (OSError, HTTPException, ValueError) as error:
             failures.append(f"{url}: {str(error) or type(error).__name__}")
-        finally:
-            if aside is not None:
-                aside.unlink(missing_ok=True)
     return failures
 
 

@@ -1,6 +1,6 @@
-"""What one forward shows of a model with a list of blocks: which end uses what.
+"""Which end of a model with a list of blocks uses what: before the blocks, or from there on.
 
-The model runs once in training. A model whose blocks do not hand each other a hidden state, and
+One forward in training shows it. A model whose blocks do not hand each other a hidden state, and
 nothing else, is refused.
 """
 
@@ -21,28 +21,25 @@ from offbeat.stages.trial import call, same_values, switch_mode
 
 
 @dataclass
-class Anatomy:
-    """What belongs to which end of a model."""
+class Ends:
+    """What belongs to which end: weights and modules by id, buffers by module and name."""
 
     path: str
     """Of the list of blocks."""
-    blocks: int
     early_weights: set[int] = field(default_factory=set)
-    """Parameters, by id, that the hidden state at the first block depends on."""
-    late_modules: set[int] = field(default_factory=set)
-    """Modules, by id, called once the first block has been."""
-    early_ends: set[int] = field(default_factory=set)
-    """Modules, by id, that have run to their end before the first block."""
+    """What the hidden state at the first block depends on."""
+    early_modules: set[int] = field(default_factory=set)
+    """Those that have run to their end before the first block."""
     early_buffers: set[int] = field(default_factory=set)
-    """Modules, by id, whose buffers belong to the first stage; those of others to the last.
+    """Modules whose buffers belong to the first stage; those of others to the last.
 
     They are called before the first block, unless a module writes its buffers at the other end.
     """
     constants: set[tuple[int, str]] = field(default_factory=set)
-    """Buffers, by module and name, that no end writes, so that both may have the model's."""
+    """Buffers that no end writes, so that both may have the model's."""
 
 
-def look_at(model: nn.Module, path: str, x: Nest) -> Anatomy:
+def find_ends(model: nn.Module, path: str, x: Nest) -> Ends:
     """Runs a model once and says what belongs to which end."""
     buffers = _BufferWatch(model, path)
     with torch.no_grad(), switch_mode(model, training=True):
@@ -52,12 +49,11 @@ def look_at(model: nn.Module, path: str, x: Nest) -> Anatomy:
     with torch.enable_grad(), _train_all(model), switch_mode(model, training=True):
         with watch.attached(), buffers.attached():
             call(model, x)
-        anatomy = watch.anatomy
-        anatomy.early_weights = _weights_behind(watch.hidden, list(model.parameters()))
-    _ends_of(model, anatomy).refuse_tied_ends()
+        watch.ends.early_weights = _weights_behind(watch.hidden, list(model.parameters()))
+    watch.sharing().refuse_tied_ends()
     watch.check_chain()
-    buffers.divide(anatomy)
-    return anatomy
+    buffers.divide(watch.ends)
+    return watch.ends
 
 
 def hidden_of(output: Any) -> Any:
@@ -78,17 +74,6 @@ def _weights_behind(hidden: Tensor | None, parameters: Sequence[nn.Parameter]) -
             " of modules, one per stage."
         ) from error
     return {id(p) for p, g in zip(parameters, gradients, strict=True) if g is not None}
-
-
-def _ends_of(model: nn.Module, anatomy: Anatomy) -> Sharing:
-    """Who uses the early weights: 0, what comes before the blocks, and 1, what comes later."""
-    sharing = Sharing(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in anatomy.early_weights:
-            sharing.note(parameter, 0, name)
-            if id(model.get_submodule(name.rpartition(".")[0])) in anatomy.late_modules:
-                sharing.note(parameter, 1, name)
-    return sharing
 
 
 @contextmanager
@@ -115,7 +100,9 @@ class _Watch:
         """What the first block is called with."""
         self._model, self._buffers = model, buffers
         self._blocks = list(model.get_submodule(path).children())
-        self.anatomy = Anatomy(path, len(self._blocks))
+        self.ends = Ends(path)
+        self._late_modules: set[int] = set()
+        """Called once the first block has been."""
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._outputs: list[Any] = []
 
@@ -140,7 +127,7 @@ class _Watch:
         state = arguments[0] if arguments else None
         if not isinstance(state, Tensor) or not (state.is_floating_point() or state.is_complex()):
             raise ConfigurationError(
-                f"the blocks of {self.anatomy.path} are not called with a floating-point tensor"
+                f"the blocks of {self.ends.path} are not called with a floating-point tensor"
                 " first, so the hidden state is not known. Pass a list of modules, one per stage."
             )
         self.hidden = state
@@ -154,16 +141,25 @@ class _Watch:
             self._buffers.enter("behind")
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        anatomy = self.anatomy
-        (anatomy.late_modules if self._calls else anatomy.early_buffers).add(id(module))
+        (self._late_modules if self._calls else self.ends.early_buffers).add(id(module))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if not self._calls:
-            self.anatomy.early_ends.add(id(module))
+            self.ends.early_modules.add(id(module))
+
+    def sharing(self) -> Sharing:
+        """Who uses the early weights: 0, what comes before the blocks, and 1, what comes later."""
+        sharing = Sharing(self._model)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if id(parameter) in self.ends.early_weights:
+                sharing.note(parameter, 0, name)
+                if id(self._model.get_submodule(name.rpartition(".")[0])) in self._late_modules:
+                    sharing.note(parameter, 1, name)
+        return sharing
 
     def check_chain(self) -> None:
         """Refuses blocks that do not take what the one before returned, and else the same."""
-        name = f"{self.anatomy.path} of this {type(self._model).__name__}"
+        name = f"{self.ends.path} of this {type(self._model).__name__}"
         advice = "Pass a list of modules, one per stage."
         if len(self._calls) != len(self._blocks):
             raise ConfigurationError(
@@ -240,29 +236,29 @@ class _BufferWatch:
     def _use(self, module: nn.Module, key: str) -> None:
         self._uses.setdefault((id(module), key), set()).add(self._part)
 
-    def divide(self, anatomy: Anatomy) -> None:
+    def divide(self, ends: Ends) -> None:
         """Says which end gets which buffers, and refuses one that both would need."""
         for path, module in self._modules.items():
-            ends: dict[str, str] = {}  # an end that writes, and what
+            written: dict[str, str] = {}  # by which end, and what
             for key in _buffers_of(module):
                 name = f"{path}.{key}".lstrip(".")
                 ever = self._writes.get((id(module), key), set())
                 writers = ever - {"first"}
                 self._refuse_use(name, writers, self._uses.get((id(module), key), set()))
-                ends |= dict.fromkeys(writers, name)
+                written |= dict.fromkeys(writers, name)
                 if not ever:
-                    anatomy.constants.add((id(module), key))
-            if len(ends) > 1:
+                    ends.constants.add((id(module), key))
+            if len(written) > 1:
                 raise ConfigurationError(
-                    f"buffer {ends['before']!r} is written before the blocks and"
-                    f" {ends['behind']!r} behind them, and both are buffers of one module"
+                    f"buffer {written['before']!r} is written before the blocks and"
+                    f" {written['behind']!r} behind them, and both are buffers of one module"
                     f" ({type(module).__name__}), which can belong to one end only. Move one of"
                     " them into a module of its own."
                 )
-            if "before" in ends:
-                anatomy.early_buffers.add(id(module))
-            elif "behind" in ends:
-                anatomy.early_buffers.discard(id(module))
+            if "before" in written:
+                ends.early_buffers.add(id(module))
+            elif "behind" in written:
+                ends.early_buffers.discard(id(module))
 
     def _refuse_use(self, name: str, writers: set[str], users: set[str]) -> None:
         what = f"buffer {name!r} of this {type(self._model).__name__} is written"
