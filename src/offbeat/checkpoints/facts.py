@@ -25,6 +25,8 @@ _WORDS = {
 }
 """For facts that are not called in a sentence what they are called here."""
 _MISSING = object()
+_LAYOUT = 2
+"""Of what is stored of a stage: another number where a StageState of before cannot be restored."""
 
 
 def facts_of(pipeline: Pipeline) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
         "clip": setup.clip,
         "autocast": None if setup.autocast is None else str(setup.autocast),
         "layers": _digest_layers(cut.model),
+        "layout": _LAYOUT,
     }
 
 
