@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
+from offbeat import transport
 from offbeat.averaging import Averaging, DaSGD
 from offbeat.corrections import Monitor
 from offbeat.engines.processes import Processes
 from offbeat.methods import Method, StaleWeights
+from offbeat.transport.link import Link
 
 
 def dropout_net() -> nn.Sequential:
@@ -407,6 +409,31 @@ def send_a_damaged_message() -> None:
     if os.environ["RANK"] == "0":
         damage.start()
     trainer.step(*batches[1])
+
+
+def train_over(kinds: Sequence[type[Link]]) -> list[dict[str, Any]]:
+    """One run over each kind of link, which is then the only one there is."""
+    found = []
+    for kind in kinds:
+        transport.LINKS = (kind,)
+        found.append(train("cnn", StaleWeights(), 2))
+    return found
+
+
+def lose_the_other(kind: type[Link]) -> None:
+    """The second of two processes dies while the first waits for its gradients."""
+    import os
+    import signal
+
+    transport.LINKS = (kind,)
+    network, batches = job_of("cnn")
+    trainer = trainer_for(network, stages=2, timeout=50.0)
+    trainer.step(*batches[0])
+    if trainer.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for batch in batches[1:]:
+        trainer.step(*batch)
+    trainer.flush()
 
 
 def outlive(

@@ -23,7 +23,7 @@ import oracles
 import test_averaging
 import test_oracles
 from helpers import OPTIMIZERS, assert_same_bits
-from offbeat import methods
+from offbeat import methods, transport
 from offbeat.app import cli
 from offbeat.averaging import AVERAGINGS, Averaging, averaging_named
 from offbeat.cutting import ways
@@ -39,6 +39,7 @@ ADD = ROOT / "docs" / "add-a-method.md"
 AVERAGE = ROOT / "docs" / "add-an-averaging.md"
 REPLICAS = ROOT / "docs" / "replicas.md"
 ADD_CUT = ROOT / "docs" / "add-a-cut.md"
+ADD_TRANSPORT = ROOT / "docs" / "add-a-transport.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 DESIGN = ROOT / "DESIGN.md"
 BENCHMARK = ROOT / "benchmarks" / "simulator"
@@ -157,6 +158,7 @@ def test_python_examples_run_in_order(
     (tmp_path / "tests" / "golden").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ways, "WAYS", ways.WAYS)  # a page adds one
+    monkeypatch.setattr(transport, "LINKS", transport.LINKS)  # and so does another
     namespace: dict[str, Any] = {"__name__": page.stem}
     for block in blocks(page, "python"):
         run(block, namespace)
@@ -247,6 +249,7 @@ def registry(of: str) -> str:
         (ADD, [registry("methods")] * 2 + [Path(test_oracles.__file__).read_text()]),
         (AVERAGE, [Path(test_averaging.__file__).read_text()] + [registry("averaging")] * 2),
         (ADD_CUT, [Path(ways.__file__).read_text()] * 2),
+        (ADD_TRANSPORT, [registry("transport")] * 2),
     ],
     ids=by_name,
 )

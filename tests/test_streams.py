@@ -31,7 +31,7 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from offbeat import nest
+from offbeat import nest, transport
 from offbeat.app.build import optimizer_factory
 from offbeat.app.experiment import Experiment
 from offbeat.averaging import AllReduce
@@ -177,7 +177,7 @@ class PretendedRecording:
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "Lane", PretendedLane)
-    monkeypatch.setattr(streams, "LaneMemory", lambda _: Memory())
+    monkeypatch.setattr(transport, "LaneMemory", lambda _: Memory())
     clock = staticmethod(lambda: PretendedInstant(perf_counter()))
     monkeypatch.setattr(streams.Streams, "clock", clock)
     monkeypatch.setattr(checks, "check_streams", lambda *_: None)

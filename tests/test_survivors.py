@@ -159,8 +159,7 @@ class Network:
         self.alive = set(range(replicas))
         self.averages: list[dict[int, list[float]]] = [{} for _ in range(replicas)]
         self.started = [0] * replicas
-        monkeypatch.setattr(survivors, "Sender", self._sender)
-        monkeypatch.setattr(survivors, "Receiver", self._receiver)
+        monkeypatch.setattr(survivors, "Connection", self._connection)
         self.stages = [
             Survivors(
                 0, replica, range(replicas), pairs_of(replica, range(replicas)),
@@ -171,17 +170,14 @@ class Network:
             for replica in range(replicas)
         ]  # fmt: skip
 
-    def _sender(self, link: Any, _name: str, _lost: Any) -> Any:
-        sent = self.links.setdefault(link, [])
+    def _connection(self, pair: Any, _name: str, arrived: Any, lost: Any) -> Any:
+        sent = self.links.setdefault(pair.outgoing, [])
+        self.arrived[pair.incoming], self.lost[pair.incoming] = arrived, lost
 
         def put(key: Key, message: Any) -> None:
             sent.append(pack(key, message))
 
         return SimpleNamespace(put=put, start=lambda: None)
-
-    def _receiver(self, link: Any, _name: str, arrived: Any, lost: Any) -> Any:
-        self.arrived[link], self.lost[link] = arrived, lost
-        return SimpleNamespace(start=lambda: None)
 
     def _delivered(self, replica: int, key: Key, gathered: Gathered) -> None:
         self.averages[replica][key.batch] = [float(parts[0]) for parts in gathered.parts]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.averaging import Averaging
 from offbeat.averaging.sharding import Sampler
-from offbeat.checkpoints import Checkpoints, Resumed
+from offbeat.checkpoints import Archive, Resumed
 from offbeat.corrections import Correction, Monitor
 from offbeat.cutting.cut import Cuts, Model
 from offbeat.cutting.ways import plan_cut
@@ -145,7 +145,7 @@ class Trainer:
         if course.plan is not None and self.rank == 0:
             course.plan.announce()
         self._pipeline = Pipeline(setup, cut, self._engine, seed)
-        self._checkpoints = Checkpoints(self._pipeline)
+        self._archive = Archive(self._pipeline)
         self._catching_up = CatchingUp(self._pipeline)
 
     # ---------------------------------------------------------------- what it is
@@ -379,11 +379,11 @@ class Trainer:
         :meth:`finish_saving` says so. Returns its path.
         """
         self._refuse_if_stopped()
-        return self._checkpoints.save(Path(folder), drain=drain, keep=keep, wait=wait, data=data)
+        return self._archive.save(Path(folder), drain=drain, keep=keep, wait=wait, data=data)
 
     def finish_saving(self) -> None:
         """Waits until the last checkpoint is on disk; raises if it could not be written."""
-        self._checkpoints.wait()
+        self._archive.wait()
 
     def resume(self, folder: str | os.PathLike[str], *, data: Any = None) -> Resumed:
         """Goes on from the newest complete checkpoint in a folder, if there is one.
@@ -392,7 +392,7 @@ class Trainer:
         over with a warning. ``data``: a loader, set to the position that was saved with it. The
         result has the number of steps taken, 0 if the folder is empty: a script may begin with it.
         """
-        return self._checkpoints.resume(Path(folder), data)
+        return self._archive.resume(Path(folder), data)
 
     def _refuse_if_stopped(self) -> None:
         self._catching_up.refuse_if_behind()

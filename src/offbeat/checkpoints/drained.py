@@ -7,47 +7,101 @@ taken from the group that a group's first weight was in.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from offbeat.checkpoints import tensorfile
+from offbeat.checkpoints.facts import Manifest, facts_of
+from offbeat.checkpoints.folder import MODEL, file_of
+from offbeat.engines.pipeline import Pipeline
+from offbeat.engines.setup import describe
 from offbeat.errors import ConfigurationError
 from offbeat.stages.corrector import shapes_of
-from offbeat.stages.snapshot import copied, load_optimizer
+from offbeat.stages.snapshot import copied, load_optimizer, on_device
 from offbeat.stages.stage import Stage
 
 State = dict[str, Any]
 
 
-def stage_state(stage: Stage, model: nn.Module) -> State:
+_OF_CORRECTIONS = ("method", "stages", "cuts", "corrections")
+"""What must be the same for corrections to go on with what they remember."""
+
+
+def keepers(pipeline: Pipeline) -> list[int]:
+    """The ranks that write: those of the first replica that is there."""
+    with pipeline.stopping_on_error():
+        return pipeline.engine.first_row()
+
+
+def files_of(pipeline: Pipeline, ranks: Sequence[int]) -> dict[str, Any]:
+    """What this process writes. ``ranks``: who writes."""
+    state = pipeline.weights()  # by every process
+    files: dict[str, Any] = {MODEL: state} if pipeline.engine.rank == ranks[0] else {}
+    for worker in pipeline.engine.workers:
+        if worker.stage.replica == ranks[0] // len(ranks):
+            found = files[file_of(0, worker.stage.index)] = _stage_state(
+                worker.stage, pipeline.cut.model
+            )
+            if worker.stage.index == 0:
+                found["place"] = pipeline.position.state()
+    return files
+
+
+def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
+    engine, device = pipeline.engine, pipeline.setup.device
+    states = [tensorfile.read(path / file_of(0, stage)) for stage in range(manifest["stages"])]
+    weights = torch.load(path / MODEL, weights_only=True, map_location="cpu")
+    pipeline.discard()
+    pipeline.models.load(weights)
+    place = dict(states[0]["place"])
+    if manifest["method"] != describe(pipeline.setup.course.method):
+        place |= {"phase": 0, "steps_in_phase": 0}
+    pipeline.position.load(on_device(place, device))
+
+    def take_over() -> None:
+        models = dict(zip(engine.placement.replicas_here, pipeline.models, strict=True))
+        facts = facts_of(pipeline)
+        same = all(manifest.get(name) == facts[name] for name in _OF_CORRECTIONS)
+        for worker in engine.workers:
+            _take_over(worker.stage, models[worker.stage.replica], states)
+            if same:
+                remembered = states[worker.stage.index]["corrections"]
+                worker.stage.corrector.load_state_dict(on_device(remembered, device))
+            if worker.averager is not None:
+                worker.averager.forget()
+
+    if engine.workers:
+        take_over()
+    else:
+        pipeline.when_built = take_over
+
+
+def _stage_state(stage: Stage, model: nn.Module) -> State:
     """What a drained stage has beside the model's weights."""
     names = _names(stage, model)
     optimizers = []
     for number, optimizer in enumerate(stage.optimizers):
         state = optimizer.state_dict()
-        groups = [
-            {**group, "params": [names[id(p)] for p in held["params"]]}
-            for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True)
-        ]
-        of_weight = {
-            names[id(p)]: {key: _filled(value) for key, value in state["state"][index].items()}
-            for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True)
-            for index, p in zip(group["params"], held["params"], strict=True)
-            if index in state["state"]
+        groups, of_weight = [], {}
+        for group, held in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            own = [names[id(parameter)] for parameter in held["params"]]
+            groups.append({**group, "params": own})
+            for index, name in zip(group["params"], own, strict=True):
+                if index in state["state"]:
+                    known = state["state"][index].items()
+                    of_weight[name] = {key: _filled(value) for key, value in known}
+        stored = {
+            "kind": type(optimizer).__name__,
+            "groups": groups,
+            "weights": of_weight,
+            "scheduler": stage.schedulers[number].state_dict() if stage.schedulers else None,
         }
-        scheduler = stage.schedulers[number].state_dict() if stage.schedulers else None
-        optimizers.append(
-            copied(
-                {
-                    "kind": type(optimizer).__name__,
-                    "groups": groups,
-                    "weights": of_weight,
-                    "scheduler": scheduler,
-                }
-            )
-        )
+        optimizers.append(copied(stored))
     return {
         "version": stage.version,
         "optimizers": optimizers,
@@ -61,7 +115,7 @@ def _filled(value: Any) -> Any:
     return value.to_dense() if isinstance(value, Tensor) else value
 
 
-def take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
+def _take_over(stage: Stage, model: nn.Module, states: Sequence[State]) -> None:
     """Gives a stage of any cut what the stages of another have stored of its weights."""
     names = _names(stage, model)
     stored = [optimizer for state in states for optimizer in state["optimizers"]]

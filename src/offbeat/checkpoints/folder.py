@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.checkpoints import tensorfile
-from offbeat.checkpoints.tensorfile import Written
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, ConfigurationError
 
-MANIFEST = "manifest.json"
+MANIFEST, DATA, MODEL = "manifest.json", "data.safetensors", "model.pt"
 FORMAT = 2
 _ALWAYS = ("kind", "data", "versions", "threads", "model", "method", "stages", "cuts")
 """What every manifest of this format says. Facts that were added later may be missing."""
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced\.partial")
+
+
+def file_of(replica: int, stage: int) -> str:
+    return f"replica-{replica}-stage-{stage}.safetensors"
 
 
 def place_of(folder: Path, step: int) -> Path:
@@ -82,9 +85,9 @@ class Found:
                 written = tensorfile.examine(self.path / name)
             except OSError as error:
                 return f"{name} cannot be read ({error.strerror})"
-            if written.bytes != entry["bytes"]:
-                return f"{name} has {written.bytes} bytes instead of {entry['bytes']}"
-            if written.sha256 != entry["sha256"]:
+            if written["bytes"] != entry["bytes"]:
+                return f"{name} has {written['bytes']} bytes instead of {entry['bytes']}"
+            if written["sha256"] != entry["sha256"]:
                 return f"{name} has been changed or damaged (its digest differs)"
         return None
 
@@ -173,5 +176,16 @@ def refuse_strange(folder: Path) -> None:
         )
 
 
-def entry_of(written: Written) -> dict[str, Any]:
-    return {"bytes": written.bytes, "sha256": written.sha256}
+def refuse_misplaced(folder: Path) -> None:
+    """What looks like a place of checkpoints and is none would start a run anew."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"{folder} is a file: give the folder that save() was given.")
+    name = name_of(folder)
+    if name is not None:
+        again = "" if name == folder.name else f", and call it {name} again"
+        raise ConfigurationError(
+            f"{folder} is a checkpoint itself: give the folder around it, {folder.parent}{again}."
+        )
+    inner = folder / "checkpoints"
+    if candidates(inner) and not candidates(folder):
+        raise ConfigurationError(f"{folder} has its checkpoints in {inner}: give that folder.")

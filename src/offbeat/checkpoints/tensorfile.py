@@ -15,11 +15,12 @@ import json
 import mmap
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,15 +34,8 @@ _ALIGNED = 64
 """A stretch begins at a multiple of this in its storage, so that any type can view it."""
 
 
-class Written(NamedTuple):
-    """What tells whether a file is still the one that was written."""
-
-    bytes: int
-    sha256: str
-
-
-def write(path: Path, value: Any) -> Written:
-    """Writes a value and waits until it is on disk."""
+def write(path: Path, value: Any) -> dict[str, Any]:
+    """Writes a value and waits until it is on disk; returns what :func:`examine` will find."""
     header, stretches = _packed(value)
     digest, count = hashlib.sha256(), 0
     with closing(_Straight(path)) as file:
@@ -50,7 +44,7 @@ def write(path: Path, value: Any) -> Written:
             file.write(memoryview(chunk))
             count += len(chunk)
         file.finish()
-    return Written(count, digest.hexdigest())
+    return {"bytes": count, "sha256": digest.hexdigest()}
 
 
 class _Straight:
@@ -111,14 +105,14 @@ class _Straight:
             self._direct = 0
 
 
-def examine(path: Path) -> Written:
+def examine(path: Path) -> dict[str, Any]:
     """Size and digest of a file as it lies there now."""
     digest, count = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             count += len(chunk)
-    return Written(count, digest.hexdigest())
+    return {"bytes": count, "sha256": digest.hexdigest()}
 
 
 def read(path: Path) -> Any:
@@ -209,7 +203,6 @@ class _Stretch:
     begin: int
     end: int
     bytes: Tensor
-    number: int = 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -235,32 +228,24 @@ def _stretches_of(tensors: list[Tensor]) -> list[_Stretch]:
             last.end = max(last.end, end)
         else:
             found.append(_Stretch(place, begin, end, tensors[index]))
-    for number, stretch in enumerate(found):
+    for stretch in found:
         storage = stretch.bytes.untyped_storage()
         size = (stretch.end - stretch.begin,)
         seen = torch.empty(0, dtype=torch.uint8, device=stretch.bytes.device)
         stretch.bytes = seen.set_(storage, stretch.begin, size)  # type: ignore[call-overload]
-        stretch.number = number
     return found
 
 
 def _view(tensor: Tensor, stretches: list[_Stretch]) -> list[Any]:
     place, (begin, end) = _place(tensor), _span(tensor)
-    # A search by halves: a graph in flight has hundreds of tensors.
-    low, high = 0, len(stretches) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if (stretches[middle].storage, stretches[middle].begin) <= (place, begin):
-            low = middle
-        else:
-            high = middle - 1
-    stretch = stretches[low]
+    number = bisect_right(stretches, (place, begin), key=lambda s: (s.storage, s.begin)) - 1
+    stretch = stretches[number]
     assert stretch.storage == place
     assert stretch.begin <= begin <= end <= stretch.end
     offset = tensor.storage_offset() - stretch.begin // tensor.itemsize
     size, stride = list(tensor.size()), list(tensor.stride())
     dtype = nest.dtype_name(tensor.dtype)
-    return [stretch.number, dtype, size, stride, offset, tensor.requires_grad]
+    return [number, dtype, size, stride, offset, tensor.requires_grad]
 
 
 def _tensor(view: list[Any], stretches: list[Tensor]) -> Tensor:

@@ -32,8 +32,7 @@ from offbeat.elastic.survivors import Admission, Survivors
 from offbeat.engines.board import Board
 from offbeat.engines.placement import Placement
 from offbeat.errors import WorkerLost
-from offbeat.transport import Pair, groups
-from offbeat.transport.gloo import open_gloo_pair
+from offbeat.transport import Pair, connect_two, groups
 from offbeat.transport.mailbox import Mailbox
 
 _PAUSE_S = 0.05
@@ -45,7 +44,7 @@ def _connect(store: Store, number: int, stage: int, survivor: int, *, returning:
     """Needs nobody but the two, who must both be about to do this."""
     meeting = PrefixStore(f"{number}/pair/{stage}/{survivor}", store.clone())  # type: ignore[attr-defined]
     whom = f"replica {survivor}" if returning else "the one that has come back"
-    return open_gloo_pair(meeting, _CONNECTING_S, whom, first=not returning)
+    return connect_two(meeting, _CONNECTING_S, whom, first=not returning)
 
 
 class Door(threading.Thread):
@@ -120,7 +119,7 @@ class Door(threading.Thread):
                     self._changed.notify_all()
                 self._wait(lambda: self._admission is None)
         except (_Closed, RuntimeError):  # the run is over, or the launcher's store has gone
-            for thread in self._connecting:  # inside gloo, which must not outlive the interpreter
+            for thread in self._connecting:  # which must not outlive the interpreter
                 thread.join()
 
     def _welcome(self, number: int) -> tuple[Admission, Pair] | None:
@@ -164,7 +163,7 @@ class Door(threading.Thread):
     def _connected(self, number: int, stage: int, own: int) -> Pair | None:
         """The connections with a returning replica; None once it has died.
 
-        Made by a thread, because gloo would wait long for one that died, and so would the next.
+        Made by a thread, because it would wait long for one that died, and so would the next.
         """
         pairs: list[Pair] = []
 

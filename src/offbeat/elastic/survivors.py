@@ -1,6 +1,6 @@
 """Averages among replicas of which any may die: the others go on with who is left.
 
-A collective of gloo breaks for everybody when one member dies. Here every pair of replicas has an
+A collective breaks for everybody when one member dies. Here every pair of replicas has an
 edge of its own in each direction, and an average is complete when the parts of all are there. When
 a replica is lost, everyone left sends the others an *obituary*: who is dead, and what it still
 holds of them. An average that lacks a dead replica's part waits until all who are left have sent
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from offbeat.transport import Pair, connect_two
 from offbeat.transport.base import Gathered, Key
-from offbeat.transport.gloo import open_gloo_pair
-from offbeat.transport.link import Pair, Receiver, Sender
+from offbeat.transport.link import Connection
 from offbeat.transport.wire import Arrival
 
 log = logging.getLogger("offbeat")
@@ -36,8 +36,7 @@ def connect_replicas(
 ) -> dict[int, Pair]:
     """The links of a stage with the same stage of all other replicas.
 
-    Over gloo, because what a replica has sent must arrive even if it dies meanwhile: memory of its
-    own would be gone.
+    What a replica has sent must arrive even if it dies meanwhile: memory of its own would be gone.
     """
     pairs = {}
     for other in range(replicas):  # in this order nobody waits for one who waits for another
@@ -45,7 +44,7 @@ def connect_replicas(
             low, high = sorted((replica, other))
             edge = PrefixStore(f"stage-{stage}/{low}-{high}", store)
             first = replica == low
-            pairs[other] = open_gloo_pair(edge, timeout_s, f"replica {other}", first=first)
+            pairs[other] = connect_two(edge, timeout_s, f"replica {other}", first=first)
     return pairs
 
 
@@ -98,22 +97,20 @@ class Survivors:
         """Threads that end when this is closed."""
         self.welcomes: dict[int, Tensor] = {}
         """What the others have given to this replica, if it has come back."""
-        self._senders: dict[int, Sender] = {}
-        self._receivers: list[Receiver] = []
+        self._connections: dict[int, Connection] = {}
         for other in self._others():
             self._connect(other, pairs[other])
 
     def _connect(self, other: int, pair: Pair) -> None:
         lost, arrived = partial(self._lost, other), partial(self._arrived, other)
         name = str(self._ranks[other % len(self._ranks)])
-        self._senders[other] = Sender(pair.outgoing, name, lost)
-        self._receivers.append(Receiver(pair.incoming, name, arrived, lost))
-        self._senders[other].start()
-        self._receivers[-1].start()
+        self._connections[other] = Connection(pair, name, arrived, lost)
+        self._connections[other].start()
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return [*self._senders.values(), *self._receivers, *self.helpers]
+        served = [thread for one in self._connections.values() for thread in one.threads]
+        return [*served, *self.helpers]
 
     def _others(self) -> list[int]:
         return sorted(self._left - {self._replica})
@@ -127,7 +124,7 @@ class Survivors:
             self._sent_s[key] = time.perf_counter()
             self._parts[key][self._replica] = rows
             for other in self._others():
-                self._senders[other].put(key, rows)
+                self._connections[other].put(key, rows)
             self._complete(key)
 
     def _complete(self, key: Key) -> None:
@@ -181,7 +178,7 @@ class Survivors:
             if replica in self._dead
         ]
         estate = {"dead": sorted(self._dead), "held": held}
-        self._senders[other].put(Key("obituary", self._stage, len(self._dead)), estate)
+        self._connections[other].put(Key("obituary", self._stage, len(self._dead)), estate)
 
     def _arrived(self, sender: int, arrival: Arrival) -> None:
         message = arrival.message()
@@ -211,7 +208,7 @@ class Survivors:
             self._left.add(admission.life)
             self._heard[admission.life] = set()
             self._connect(admission.life, pair)
-            self._senders[admission.life].put(Key("welcome", self._stage, admission.step), gift)
+            self._connections[admission.life].put(Key("welcome", self._stage, admission.step), gift)
             if self._dead:
                 self._send_obituary(admission.life)
             self.say_who_is_back(admission)
@@ -241,5 +238,5 @@ class Survivors:
         with self._lock:
             if not self.closing:
                 self.closing = True
-                for sender in self._senders.values():
-                    sender.say_goodbye()
+                for connection in self._connections.values():
+                    connection.say_goodbye()

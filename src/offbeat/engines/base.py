@@ -89,7 +89,7 @@ class Engine(ABC):
     @property
     def size(self) -> int:
         """How many processes train together."""
-        return 1
+        return 1 + max(map(max, self.placement.ranks))
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -125,7 +125,6 @@ class Engine(ABC):
 
     def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
         """Refuses processes that were set up differently; returns the seed to use."""
-        del setup, cut
         return torch.initial_seed() if seed is None else seed
 
     def share_first(self, x: Nest) -> Nest:
@@ -134,13 +133,11 @@ class Engine(ABC):
 
     def refuse_equal_shards(self, x: Nest, y: Nest) -> None:
         """Refuses replicas that are fed the same rows."""
-        del x, y
 
     def batches(
         self, loader: Iterable[tuple[Nest, Nest]], *, all_need_targets: bool
     ) -> Iterator[tuple[Nest, Nest]]:
         """What this process needs of a loader's batches."""
-        del all_need_targets
         yield from loader
 
     # ---------------------------------------------------------------- sharing
@@ -169,22 +166,18 @@ class Engine(ABC):
 
     def share_tensors(self, tensors: Iterable[Tensor], stage: int) -> list[Tensor]:
         """One stage's tensors, wherever they are asked for; ``tensors`` says what to expect."""
-        del stage
         return list(tensors)
 
     def share_in_row(self, name: str, value: Any) -> list[Any]:
         """The value of every process of this replica."""
-        del name
         return [value]
 
     def meet(self, name: str, value: Any = None) -> list[Any]:
         """Every process's value, by rank; nobody goes on before all are here."""
-        del name
         return [value]
 
     def await_messages(self, step: int) -> None:
         """Returns when all that other stages have sent before this call has arrived."""
-        del step
 
     def first_row(self) -> list[int]:
         """The ranks of the first replica that is there."""
@@ -214,12 +207,10 @@ class Engine(ABC):
 
         ``apart``: how many steps one process may be ahead of another.
         """
-        del step, steps_per_s, apart
         return asked
 
     def report(self, error: BaseException) -> None:
         """Tells the others why this process ends."""
-        del error
 
 
 def refuse_stuck(workers: Iterable[Worker]) -> None:

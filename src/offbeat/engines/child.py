@@ -26,6 +26,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if size > 1:
+        groups.stay_on_this_host()
         store = TCPStore("127.0.0.1", port, is_master=False)
         if number := return_number():
             # Nobody waits for it at init_process_group: only its replica's own processes do.

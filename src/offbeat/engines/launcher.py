@@ -104,10 +104,6 @@ def _start(
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    # Otherwise gloo listens on whichever address the host's name has.
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
     command = [sys.executable, "-m", "offbeat.engines.child", str(port), str(folder)]
     # The child ends itself when this pipe closes, so that none outlives a killed parent.
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)

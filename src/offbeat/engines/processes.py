@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import asdict
 from functools import cached_property
 from math import ceil
@@ -43,8 +43,26 @@ from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
 from offbeat.transport import connect, groups
 from offbeat.transport.base import Key
-from offbeat.transport.gloo import Collectives
 from offbeat.transport.mailbox import Mailbox
+
+_REMEDIES = {
+    "when_replica_dies": "Give every process the same.",
+    "the method": "Give every process the same method.",
+    "the averaging": "Give every process the same averaging.",
+    "the corrections": "Give every process the same corrections.",
+    "the guards": "Give every process the same.",
+    "the model": "Build the same model everywhere.",
+    "the weights the model starts from": (
+        "Call torch.manual_seed with one number before the model is built."
+    ),
+    "the type of device": "Use one type of device.",
+    "the number of threads": (
+        "It changes the bits: set OMP_NUM_THREADS, or torch.set_num_threads, alike."
+    ),
+    "the version of torch": "Install one version everywhere.",
+    "the seed": "Give every process the same seed, or none.",
+}
+"""What to do where processes differ in a fact."""
 
 
 class Processes(Engine):
@@ -60,20 +78,15 @@ class Processes(Engine):
         timeout_s: float,
         *,
         outlive: bool = False,
-        links: Sequence[str] | None = None,
     ) -> None:
-        """``outlive``: a replica that dies does not end the others.
-
-        ``links``: the kinds of link that may join a row, by name; all by default.
-        """
+        """``outlive``: a replica that dies does not end the others."""
         groups.join(timeout_s)
         leave_at_exit()
         self._device = device
         self.timeout_s = timeout_s
         again = return_number()
         rank = int(os.environ["RANK"]) if again else groups.rank()
-        self._size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
-        check_size(self._size, stages, replicas)
+        check_size(int(os.environ["WORLD_SIZE"]) if again else groups.size(), stages, replicas)
         super().__init__(Placement.one_each(stages, replicas, rank))
         self.replica, self.stage = divmod(rank, stages)
         self.stages, self.replicas = stages, replicas
@@ -82,7 +95,7 @@ class Processes(Engine):
             check_return(groups.size(), stages, outlive)
         self._everyone, self._row_group, self._peers = self._groups()
         # Whose ledgers and the like are put together: whoever cannot die without this process.
-        self._ranks = [self.replica * stages + stage for stage in range(stages)]
+        self._ranks = list(self.placement.ranks[self.replica])
         self._company = self._ranks if outlive else list(range(self.size))
         self._company_group = self._row_group if outlive else self._everyone
         name = self._everyone.group_name
@@ -90,15 +103,8 @@ class Processes(Engine):
         row = stages if outlive else None
         self._board = Board(self.rank, self.size, name, timeout_s, row, life)
         # Before connections that only some would make.
-        self._compare(
-            {
-                "when_replica_dies": (
-                    "go on" if outlive else "stop",
-                    "Give every process the same.",
-                )
-            }
-        )
-        self.transport = self._mailbox(groups.store_of(self._everyone), links, outlive)
+        self._compare({"when_replica_dies": "go on" if outlive else "stop"})
+        self.transport = self._mailbox(groups.store_of(self._everyone), outlive)
         self.transports = {self.replica: self.transport}
         self._board.watch(self.transport)
         self._notes = self._board.notes()
@@ -119,14 +125,14 @@ class Processes(Engine):
         columns = [groups.new_patient(column, timeout_s) for column in zip(*ranks, strict=True)]
         return everyone, rows[self.replica], columns[self.stage]
 
-    def _mailbox(self, store: Store, kinds: Sequence[str] | None, outlive: bool) -> Mailbox:
+    def _mailbox(self, store: Store, outlive: bool) -> Mailbox:
         """``store``: where this trainer's links find each other."""
         row = PrefixStore(f"row-{self.replica}", store)
         device, timeout_s = self._device, self.timeout_s
         mailbox = Mailbox(
             self.stage,
             self._ranks,
-            connect(self.stage, self.share_in_row, row, device, timeout_s, kinds),
+            connect(self.stage, self.share_in_row, row, device, timeout_s),
             device=device,
             timeout_s=timeout_s,
             stalled=self._board.everyone_waits_for,
@@ -139,12 +145,8 @@ class Processes(Engine):
             pairs = connect_replicas(self.replica, self.stage, self.replicas, store, timeout_s)
             self.membership.begin(pairs, self.replica)
         elif self._peers is not None:
-            mailbox.peers = Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
+            mailbox.peers = groups.Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
         return mailbox
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def run(self) -> None:
         """The others run theirs, and messages keep them in step."""
@@ -152,12 +154,8 @@ class Processes(Engine):
             while worker.pending:
                 worker.advance()
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self._mesh
-
     @cached_property
-    def _mesh(self) -> DeviceMesh:
+    def mesh(self) -> DeviceMesh:
         """The processes as a grid with the axes "replica" and "stage"; all must ask for it."""
         if return_number():
             raise ConfigurationError(
@@ -174,10 +172,6 @@ class Processes(Engine):
 
     # ---------------------------------------------------------------- agreeing
 
-    def exchange(self, name: str, value: Any) -> list[Any]:
-        """Every process's value, in the order of ranks."""
-        return self._board.exchange(name, value)
-
     def share_in_row(self, name: str, value: Any) -> list[Any]:
         """The values of this replica's processes, by stage."""
         return self._board.exchange(name, value, self._ranks)
@@ -185,53 +179,33 @@ class Processes(Engine):
     def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
         tensors = cut.model.state_dict()
         shapes = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for name, t in tensors.items())
-        course = setup.course
         self._compare(
             {
-                "the method": (describe(course.method), "Give every process the same method."),
-                "the averaging": (
-                    describe(setup.averaging),
-                    "Give every process the same averaging.",
-                ),
-                "the corrections": (
-                    describe(course.corrections),
-                    "Give every process the same corrections.",
-                ),
-                "the model": (
-                    f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
-                    "Build the same model everywhere.",
-                ),
-                "the type of device": (self._device.type, "Use one type of device."),
-                "the number of threads": (
-                    torch.get_num_threads(),
-                    "It changes the bits: set OMP_NUM_THREADS, or torch.set_num_threads, alike.",
-                ),
-                "the version of torch": (torch.__version__, "Install one version everywhere."),
-                "the seed": (seed, "Give every process the same seed, or none."),
+                "the method": describe(setup.course.method),
+                "the averaging": describe(setup.averaging),
+                "the corrections": describe(setup.course.corrections),
+                "the model": f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
+                "the type of device": self._device.type,
+                "the number of threads": torch.get_num_threads(),
+                "the version of torch": torch.__version__,
+                "the seed": seed,
             }
         )
-        self._compare(
-            {
-                "the weights the model starts from": (
-                    f"digest {checksum_of(list(tensors.values())):08x}",
-                    "Call torch.manual_seed with one number before the model is built.",
-                )
-            }
-        )
-        seeds = self.exchange("seed", torch.initial_seed() if seed is None else seed)
-        self._compare({"the guards": (str(setup.guards), "Give every process the same.")})
+        digest = f"digest {checksum_of(list(tensors.values())):08x}"
+        self._compare({"the weights the model starts from": digest})
+        seeds = self._board.exchange("seed", torch.initial_seed() if seed is None else seed)
+        self._compare({"the guards": str(setup.guards)})
         return int(seeds[0])
 
-    def _compare(self, facts: dict[str, tuple[Any, str]]) -> None:
+    def _compare(self, facts: dict[str, Any]) -> None:
         """Compares facts over all processes; names a difference with both values and a remedy."""
-        mine = {name: value for name, (value, _) in facts.items()}
-        for rank, theirs in enumerate(self.exchange("facts", mine)):
-            for name, (value, remedy) in facts.items():
+        for rank, theirs in enumerate(self._board.exchange("facts", facts)):
+            for name, value in facts.items():
                 if theirs is not LOST and theirs[name] != value:
                     first, second = sorted([(self.rank, value), (rank, theirs[name])])
                     raise ConfigurationError(
                         f"{name} differs between processes: {first[1]} on rank {first[0]},"
-                        f" {second[1]} on rank {second[0]}. {remedy}"
+                        f" {second[1]} on rank {second[0]}. {_REMEDIES[name]}"
                     )
 
     # ---------------------------------------------------------------- data
@@ -271,7 +245,7 @@ class Processes(Engine):
         """They would learn nothing from each other."""
         if self.replicas == 1:
             return
-        sums = self.exchange("shards", checksum_of([x, y]))
+        sums = self._board.exchange("shards", checksum_of([x, y]))
         for replica in range(1, self.replicas):
             ends = (0, self.stages - 1)
             fed = [(sums[stage], sums[replica * self.stages + stage]) for stage in ends]
@@ -346,16 +320,15 @@ class Processes(Engine):
             self.transport.receive(Key("marker", self.stage, step, other))
 
     def meet(self, name: str, value: Any = None) -> list[Any]:
-        """Every process's value, by rank, as in :meth:`exchange`; a failure ends the wait."""
+        """Every process's value, by rank, or LOST for one that died; a failure ends the wait."""
         deadline = time.monotonic() + self.timeout_s
         self._meetings += 1
         name = f"{name}/{self._meetings}"
         self._notes.tell(name, [value])
-        found = self._notes.hear(
-            name, None, lambda: self.transport.failed or time.monotonic() > deadline
-        )
+        found = self._notes.hear(name, None, lambda: self.has_failed or time.monotonic() > deadline)
         for rank, note in enumerate(found):
-            if note is None and not self._goes_on_without(rank):
+            needed = rank in self._company or not self._board.is_dead(rank // self.stages)
+            if note is None and needed:
                 raise self.transport.failure or self._board.failure() or self._missed(rank)
         return [LOST if note is None else note[0] for note in found]
 
@@ -365,22 +338,17 @@ class Processes(Engine):
             f" than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own output says why."
         )
 
-    def _goes_on_without(self, rank: int) -> bool:
-        """Whether a process has died and this one does not have to."""
-        own = rank in self._company
-        return not own and self._board.is_dead(rank // self.stages)
-
     def first_row(self) -> list[int]:
         """All who are left say the same."""
-        rows = [range(r * self.stages, (r + 1) * self.stages) for r in range(self.replicas)]
+        rows = self.placement.ranks
         if self.size == len(self._company):
             return list(rows[0])
-        came = self.meet("left", None)  # this process's own row always comes, or the meeting fails
+        came = self.meet("left")  # this process's own row always comes, or the meeting fails
         return next(list(row) for row in rows if all(came[rank] is not LOST for rank in row))
 
     @property
     def has_failed(self) -> bool:
-        return self.transport.failed
+        return self.transport.failure is not None
 
     def notes(self) -> Notes:
         return self._board.notes()

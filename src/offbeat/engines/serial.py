@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from offbeat.engines.base import Engine, refuse_stuck
 from offbeat.engines.placement import Placement
 from offbeat.engines.worker import Worker
-from offbeat.transport.memory import Meeting
+from offbeat.transport import within
 
 Choose = Callable[[Sequence[Worker]], Worker]
 
@@ -18,7 +18,7 @@ class Serial(Engine):
 
     def __init__(self, stages: int, replicas: int) -> None:
         super().__init__(Placement.in_one(stages, replicas))
-        self.transports = dict(enumerate(Meeting(replicas).rows))
+        self.transports = within(replicas)
         self.choose: Choose = choose_updates_last
 
     def run(self) -> None:

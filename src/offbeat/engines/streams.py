@@ -16,7 +16,7 @@ from offbeat.engines.placement import Placement
 from offbeat.engines.worker import Worker
 from offbeat.records.ledger import Ledger
 from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, marked
-from offbeat.transport.lanes import LaneMemory
+from offbeat.transport import within
 
 _QUEUES = 8
 """How many streams a GPU keeps apart unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
@@ -47,7 +47,7 @@ class Streams(Engine):
             # Forward and backward go side by side where that leaves every lane its own queue.
             back = Lane(device) if 2 * stages <= queues else lane
             self.lanes.append(Lanes(lane, back, addresses))
-        self.transports = {0: LaneMemory(addresses)}
+        self.transports = within(1, addresses)
         self._late = LateLedger(self.ledger, self.lanes[-1].forward)
         self._ahead: deque[Instant] = deque()
 

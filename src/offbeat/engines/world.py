@@ -83,7 +83,7 @@ def _leave() -> None:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """Threads may still wait inside gloo for processes that are ending too. Letting the interpreter
+    """Threads may still wait for processes that are ending too. Letting the interpreter
     shut down around them aborts with a core dump instead of an exit code.
     """
     sys.stdout.flush()

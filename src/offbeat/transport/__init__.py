@@ -1,6 +1,7 @@
-"""How messages travel between stages and between replicas. Joining ``LINKS`` is what adds a kind.
+"""Which way messages take, edge by edge. Joining ``LINKS`` is what adds a kind between processes.
 
-The first kind of link that both processes can use is taken, edge by edge.
+Within a process a message is a reference. Between two processes the first kind of link is taken
+that both can use.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,18 +11,32 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.errors import ConfigurationError, unknown
+from offbeat.errors import ConfigurationError
+from offbeat.stages.lanes import Addresses
+from offbeat.transport.base import Transport
 from offbeat.transport.gloo import Gloo
+from offbeat.transport.lanes import LaneMemory
 from offbeat.transport.link import End, Link, Pair, open_pair
+from offbeat.transport.memory import Meeting
 from offbeat.transport.shared import SharedMemory
 
 LINKS: tuple[type[Link], ...] = (
     SharedMemory,
     Gloo,
 )
+"""In order of preference. The last reaches any process, and what has been sent by it arrives even
+if its sender dies: it joins replicas that go on without each other.
+"""
 
 Exchange = Callable[[str, Any], list[Any]]
 """Every process of a row gives a value and gets the values of all, in order."""
+
+
+def within(replicas: int, lanes: Addresses | None = None) -> dict[int, Transport]:
+    """The transports of a process that has all stages, by replica; between lanes of one GPU."""
+    if lanes is not None:
+        return {0: LaneMemory(lanes)}
+    return dict(enumerate(Meeting(replicas).rows))
 
 
 def choose(seen: Sequence[Sequence[Sequence[str]]], low: int, high: int) -> type[Link]:
@@ -34,9 +49,9 @@ def choose(seen: Sequence[Sequence[Sequence[str]]], low: int, high: int) -> type
         if kind.name in both:
             return kind
     raise ConfigurationError(
-        f"no link between stages {low} and {high}: of the kinds that may be taken, stage {low} can"
-        f" use {_listed(seen[low][high])} and stage {high} {_listed(seen[high][low])}. Allow a kind"
-        f" that both can use (known: {_listed([kind.name for kind in LINKS])}), or start the"
+        f"no link between stages {low} and {high}: of the kinds that there are"
+        f" ({_listed([kind.name for kind in LINKS])}), stage {low} can use"
+        f" {_listed(seen[low][high])} and stage {high} {_listed(seen[high][low])}. Start the"
         " processes on one host."
     )
 
@@ -46,26 +61,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def connect(
-    place: int,
-    exchange: Exchange,
-    store: Store,
-    device: torch.device,
-    timeout_s: float,
-    names: Sequence[str] | None = None,
+    place: int, exchange: Exchange, store: Store, device: torch.device, timeout_s: float
 ) -> dict[int, Pair]:
     """Opens the links of one process of a row with its neighbours, by their place in the row.
 
-    ``store``: of this row alone. ``names``: the kinds that may be taken, by default all.
+    ``store``: of this row alone.
     """
-    for name in names or ():
-        if name not in (known := [kind.name for kind in LINKS]):
-            raise unknown("kind of link", name, known)
-    kinds = [kind for kind in LINKS if names is None or kind.name in names]
-    mine = {kind.name: kind.address() for kind in kinds}
+    mine = {kind.name: kind.address() for kind in LINKS}
     addresses = exchange("addresses", mine)
 
     def reaching(theirs: dict[str, Any]) -> list[str]:
-        both = [k for k in kinds if mine[k.name] is not None and theirs.get(k.name) is not None]
+        both = [k for k in LINKS if mine[k.name] is not None and theirs.get(k.name) is not None]
         return [kind.name for kind in both if kind.reaches(mine[kind.name], theirs[kind.name])]
 
     seen = exchange("reaching", [reaching(theirs) for theirs in addresses])
@@ -82,4 +88,10 @@ def connect(
     return pairs
 
 
-__all__ = ["LINKS", "Link", "Pair", "choose", "connect"]
+def connect_two(store: Store, timeout_s: float, whom: str, *, first: bool) -> Pair:
+    """Opens links that need nobody but the two, one of whom is ``first``; ``store``: of the two."""
+    kind = LINKS[-1]
+    return open_pair(kind, End(first, store, kind.address(), kind.device, timeout_s), whom)
+
+
+__all__ = ["LINKS", "Link", "Pair", "choose", "connect", "connect_two", "within"]

@@ -1,15 +1,26 @@
-"""The processes of a run as torch.distributed knows them: joining, groups, stores, leaving."""
+"""The processes of a run as torch.distributed knows them: joining, groups, collectives, leaving."""
 
 import os
-from collections.abc import Sequence
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from offbeat.transport.gloo import FOREVER
+from offbeat.transport.base import Gathered, Key
+
+FOREVER = timedelta(days=3650)
+"""Our own watchdog decides how long a wait may be."""
+_BACKEND = "gloo"
+_BUCKET_BYTES = 1 << 25
+"""An all-reduce of more is made of several, so that one is copied while another is sent."""
 
 
 def are_joined() -> bool:
@@ -25,18 +36,25 @@ def size() -> int:
     return dist.get_world_size()
 
 
+def stay_on_this_host() -> None:
+    """Otherwise gloo listens on whichever address the host's name has."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
 def join(timeout_s: float) -> None:
     """Joins the others, unless that has been done already.
 
     After a restart by torchrun without what the last attempt left behind: its store outlives an
-    attempt, and gloo would connect to addresses of processes that are gone.
+    attempt, and connections would be made to addresses of processes that are gone.
     """
     if are_joined():
         return
     timeout = timedelta(seconds=timeout_s)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group(_BACKEND, timeout=timeout)
         return
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     join_at(PrefixStore(f"attempt-{attempt}", store), rank, size, timeout)
@@ -44,7 +62,7 @@ def join(timeout_s: float) -> None:
 
 def join_at(store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
     """Joins those who have the same store."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def leave() -> None:
@@ -76,7 +94,7 @@ def new(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
     Every process makes every group, in the same order: that is how groups find each other.
     """
     timeout = timedelta(seconds=timeout_s)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=_BACKEND)
     return group
 
 
@@ -91,3 +109,71 @@ def new_patient(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:
     """Gives a tensor of the group's member ``source`` to all members."""
     dist.broadcast(tensor, group=group, group_src=source)
+
+
+class Collectives:
+    """The parts of all replicas of a stage by one collective; it breaks when one of them dies."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        deliver: Callable[[Key, Gathered], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._group, self._device = group, device
+        self._deliver, self._failed = deliver, failed
+        self._lock = threading.Lock()
+        self.threads: Sequence[threading.Thread] = ()
+
+    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
+        sent_s = time.perf_counter()
+        replicas = self._group.size()
+        rows = [part.detach().cpu().contiguous() for part in parts]
+        results, works = self._sum(rows) if summed else self._collect(rows)
+        left = len(works)
+
+        def one_done(future: Any) -> None:
+            nonlocal left
+            try:
+                future.value()
+            except RuntimeError as error:
+                self._failed(error)
+                return
+            with self._lock:
+                left -= 1
+                if left:
+                    return
+            there = [result.to(self._device) for result in results]
+            every = [there] if summed else [list(one) for one in zip(*there, strict=True)]
+            self._deliver(key, Gathered(every, sent_s, time.perf_counter(), replicas))
+
+        # The callbacks hold the rows until everything is sent.
+        one_done.rows = rows  # type: ignore[attr-defined]
+        for work in works:
+            work.get_future().add_done_callback(one_done)
+
+    def _sum(self, rows: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        results = [row.clone() for row in rows]  # in place, so never in the sender's own memory
+        buckets = [
+            bucket for row in results for bucket in row.split(max(1, _BUCKET_BYTES // row.itemsize))
+        ]
+        return results, [dist.all_reduce(b, group=self._group, async_op=True) for b in buckets]
+
+    def _collect(self, rows: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        results = [row.new_empty(self._group.size(), *row.shape) for row in rows]
+        return results, [
+            _all_gather(_bytes_of(result), _bytes_of(row), group=self._group, async_op=True)
+            for result, row in zip(results, rows, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Nothing is open: what was gathered has arrived, or nobody will ask for it."""
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+# Renamed in torch 2.13; the old name warns there.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,8 +1,7 @@
 """What a kind of transport is: links, each one direction between two processes.
 
-A kind of link is a class with a name in a file of its own; its place in the registry
-(:data:`offbeat.transport.LINKS`) says where it comes in the order of preference. Whatever is the
-same for all kinds is here and in the mailbox: queues, threads, failures, passing on.
+Whatever is the same for all kinds is here and in the mailbox: queues, threads, failures, passing
+on.
 """
 
 import queue
@@ -42,7 +41,7 @@ class Link(ABC):
 
     A link knows nothing of stages and messages. It may wait for as long as it likes in ``send``
     and ``receive``, which threads of their own call. When the other end cannot be reached any
-    more it raises OSError; that ends the run, or the other replica, in words.
+    more it raises OSError, or as torch does RuntimeError; that ends the run, or the other replica.
     """
 
     name: ClassVar[str]
@@ -112,7 +111,7 @@ def open_pair(kind: type[Link], end: End, whom: str) -> Pair:
     ]
     try:
         links = [kind(end) for end in ends]
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise WorkerLost(
             f"no connection with {whom} by {kind.name} within {end.timeout_s:g} s ({reason}). That"
@@ -125,51 +124,57 @@ _GOODBYE = Key("goodbye", 0, 0)
 """What is sent last. A link that ends without it has broken."""
 
 
-class Sender(threading.Thread):
-    """Sends what is put into its queue, so that a worker never waits for a link."""
+class Connection:
+    """Both directions with another process, each served by a thread: a worker waits for neither."""
 
-    def __init__(self, link: Link, name: str, failed: Callable[[Exception], None]) -> None:
-        super().__init__(daemon=True, name=f"offbeat-to-{name}")
-        self.link = link
-        self._failed = failed
+    def __init__(
+        self,
+        pair: Pair,
+        name: str,
+        deliver: Callable[[Arrival], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """``deliver`` gets each message as soon as it is whole."""
+        self._pair, self._deliver, self._failed = pair, deliver, failed
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        serving = {"to": self._send, "from": self._receive}
+        self.threads = [
+            threading.Thread(
+                target=self._serve, args=(work,), daemon=True, name=f"offbeat-{way}-{name}"
+            )
+            for way, work in serving.items()
+        ]
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
 
     def put(self, key: Key, message: Any) -> None:
-        self._parcels.put(pack(key, message, self.link.place, self.link.device))
+        link = self._pair.outgoing
+        self._parcels.put(pack(key, message, link.place, link.device))
 
     def say_goodbye(self) -> None:
         """After all that has been put before."""
         self._parcels.put(None)
 
-    def run(self) -> None:
+    def _serve(self, work: Callable[[], None]) -> None:
         try:
-            while (parcel := self._parcels.get()) is not None:
-                self.link.send(parcel)
-            self.link.send(pack(_GOODBYE, None))
+            work()
         except Exception as error:
             self._failed(error)
 
+    def _send(self) -> None:
+        while (parcel := self._parcels.get()) is not None:
+            self._pair.outgoing.send(parcel)
+        self._pair.outgoing.send(pack(_GOODBYE, None))
 
-class Receiver(threading.Thread):
-    """Always waits for the next message, and hands each over as soon as it is whole."""
+    def _receive(self) -> None:
+        while (arrival := self._pair.incoming.receive()).key != _GOODBYE:
+            self._deliver(arrival)
 
-    def __init__(
-        self,
-        link: Link,
-        name: str,
-        deliver: Callable[[Arrival], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        super().__init__(daemon=True, name=f"offbeat-from-{name}")
-        self.link = link
-        self._deliver, self._failed = deliver, failed
-
-    def run(self) -> None:
-        try:
-            while (arrival := self.link.receive()).key != _GOODBYE:
-                self._deliver(arrival)
-        except Exception as error:
-            self._failed(error)
+    def close(self) -> None:
+        for link in self._pair:
+            link.close()
 
 
 class Peers(Protocol):

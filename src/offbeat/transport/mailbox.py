@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError, WorkerLost
 from offbeat.transport.base import Gathered, Key
-from offbeat.transport.link import Pair, Peers, Receiver, Sender
+from offbeat.transport.link import Connection, Pair, Peers
 from offbeat.transport.wire import Arrival
 
 
@@ -45,15 +45,12 @@ class Mailbox:
         self._closing = False
         self.peers: Peers | None = None
         """The other replicas; without any an average is what this one has."""
-        self._senders: dict[int, Sender] = {}
-        self._receivers: list[Receiver] = []
-        for other, (outgoing, incoming) in neighbours.items():
+        self._neighbours: dict[int, Connection] = {}
+        for other, pair in neighbours.items():
             broke = partial(self._lose, f"rank {ranks[other]}", ranks[other])
-            name = str(ranks[other])
-            self._senders[other] = Sender(outgoing, name, broke)
-            self._receivers.append(Receiver(incoming, name, self._deliver, broke))
-        for thread in (*self._senders.values(), *self._receivers):
-            thread.start()
+            self._neighbours[other] = Connection(pair, str(ranks[other]), self._deliver, broke)
+        for neighbour in self._neighbours.values():  # now that one can pass on to another
+            neighbour.start()
 
     # ---------------------------------------------------------------- the transport
 
@@ -62,7 +59,7 @@ class Mailbox:
         if key.to == self._stage:
             self.put(key, message)
         else:
-            self._senders[self._stage + (1 if key.to > self._stage else -1)].put(key, message)
+            self._neighbours[self._stage + (1 if key.to > self._stage else -1)].put(key, message)
 
     def arrived(self, key: Key) -> bool:
         with self._changed:
@@ -131,10 +128,6 @@ class Mailbox:
         )
 
     @property
-    def failed(self) -> bool:
-        return self._failure is not None
-
-    @property
     def failure(self) -> OffbeatError | None:
         return self._failure
 
@@ -172,17 +165,17 @@ class Mailbox:
         """
         if not self._closing:
             self._closing = True
-            for sender in self._senders.values():
-                sender.say_goodbye()
+            for neighbour in self._neighbours.values():
+                neighbour.say_goodbye()
             if self.peers is not None:
                 self.peers.close()
         deadline = time.monotonic() + wait_s
-        served: list[Sender | Receiver] = [*self._senders.values(), *self._receivers]
-        threads = [*served, *(() if self.peers is None else self.peers.threads)]
+        threads = [thread for one in self._neighbours.values() for thread in one.threads]
+        threads += () if self.peers is None else self.peers.threads
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             return False
-        for one in served:
-            one.link.close()
+        for neighbour in self._neighbours.values():
+            neighbour.close()
         return True

@@ -15,19 +15,20 @@ class Meeting:
 
     def __init__(self, replicas: int) -> None:
         self.rows = [Memory(self, replica) for replica in range(replicas)]
-        self._parts: dict[Key, dict[int, list[Tensor]]] = {}
+        self._brought: dict[Key, dict[int, tuple[float, list[Tensor]]]] = {}
 
     def bring(self, key: Key, replica: int, parts: list[Tensor]) -> None:
-        found = self._parts.setdefault(key, {})
-        found[replica] = parts
+        found = self._brought.setdefault(key, {})
+        found[replica] = (perf_counter(), parts)
         if len(found) == len(self.rows):
-            del self._parts[key]
-            in_order = [found[place] for place in range(len(self.rows))]
-            for row in self.rows:
-                row.complete(key, in_order)
+            del self._brought[key]
+            in_order = [found[place][1] for place in range(len(self.rows))]
+            for place, row in enumerate(self.rows):
+                sent_s, _ = found[place]
+                row.send(key, Gathered(in_order, sent_s, perf_counter(), len(self.rows)))
 
     def clear(self) -> None:
-        self._parts.clear()
+        self._brought.clear()
 
 
 class Memory:
@@ -37,7 +38,6 @@ class Memory:
         self._messages: dict[Key, Any] = {}
         self._meeting = Meeting(1) if meeting is None else meeting
         self._replica = replica
-        self._sent_s: dict[Key, float] = {}
 
     def send(self, key: Key, message: Any) -> None:
         if key in self._messages:
@@ -52,16 +52,11 @@ class Memory:
 
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:  # noqa: ARG002
         # Summing saves a network something, but no memory: all parts are here already.
-        self._sent_s[key] = perf_counter()
         self._meeting.bring(key, self._replica, list(parts))
-
-    def complete(self, key: Key, parts: list[list[Tensor]]) -> None:
-        self.send(key, Gathered(parts, self._sent_s.pop(key), perf_counter(), len(parts)))
 
     def waiting(self, stage: int) -> dict[Key, Any]:
         return {key: message for key, message in self._messages.items() if key.to == stage}
 
     def clear(self) -> None:
         self._messages.clear()
-        self._sent_s.clear()
         self._meeting.clear()

@@ -105,12 +105,8 @@ class Arena:
             return None
         with self._lock:
             free = sorted((lot for lot in self._lots if lot.free), key=lambda lot: lot.room)
-            fitting = [lot for lot in free if lot.room >= count]
-            if fitting:
-                lot = fitting[0]
-            elif free:
-                lot = free[-1]
-            else:
+            lot = next((lot for lot in free if lot.room >= count), free[-1] if free else None)
+            if lot is None:
                 lot = _Lot()
                 self._lots.append(lot)
             return lot.file, lot.take(count)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from offbeat.checkpoints import tensorfile
-from offbeat.checkpoints.folder import candidates, entry_of, partial_of, publish
-from offbeat.engines.base import Notes
+from offbeat.checkpoints.folder import candidates, partial_of, publish
+from offbeat.engines.base import Engine, Notes
 from offbeat.errors import CheckpointError
 
 _NICENESS = 10
@@ -23,7 +23,7 @@ _NICENESS = 10
 was not done after 50 steps, and the next one had to wait for it (benchmarks/faults)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Order:
     """One checkpoint to be written."""
 
@@ -40,11 +40,9 @@ class Order:
 class Writer:
     """Writes one checkpoint at a time; a second waits for the first, so memory stays bounded."""
 
-    def __init__(
-        self, everyone: Notes, rank: int, lost: Callable[[], bool], timeout_s: float
-    ) -> None:
-        self._everyone, self._rank = everyone, rank
-        self._lost, self._timeout_s = lost, timeout_s
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._everyone: Notes | None = None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._count = 0
@@ -52,13 +50,14 @@ class Writer:
     def start(self, order: Order) -> None:
         self.wait()
         self._count += 1
+        everyone = self._everyone = self._everyone or self._engine.notes()
         # On a GPU what is to be written is still being copied, in the caller's own stream.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def write() -> None:
             _step_back()
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._write(order)
+                self._write(order, everyone)
 
         # Not a daemon: a script that ends after its last save still gets that checkpoint.
         self._thread = threading.Thread(target=write, name="offbeat-saving")
@@ -73,27 +72,26 @@ class Writer:
         if error is not None:
             raise error
 
-    def _write(self, order: Order) -> None:
-        first = order.ranks[0]
+    def _write(self, order: Order, everyone: Notes) -> None:
+        first, rank, timeout_s = order.ranks[0], self._engine.rank, self._engine.timeout_s
         # The first waits for all parts, and the others also while it puts them together.
-        patience_s = self._timeout_s if self._rank == first else 2 * self._timeout_s
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + (timeout_s if rank == first else 2 * timeout_s)
 
         def given_up() -> bool:
             """Whether it makes no sense to wait for the others any longer."""
             failing = not threading.main_thread().is_alive() and hasattr(sys, "last_value")
-            return failing or self._lost() or time.monotonic() > deadline
+            return failing or self._engine.has_failed or time.monotonic() > deadline
 
         written, outcome = f"{self._count}/written", f"{self._count}/outcome"
         try:
-            if self._rank in order.ranks:
-                self._everyone.tell(written, _try(lambda: self._write_own(order)))
-            if self._rank == first:
-                notes = self._everyone.hear(written, order.ranks, given_up)
-                self._everyone.tell(outcome, self._put_together(order, notes))
+            if rank in order.ranks:
+                everyone.tell(written, _try(lambda: self._write_own(order)))
+            if rank == first:
+                notes = everyone.hear(written, order.ranks, given_up)
+                everyone.tell(outcome, self._put_together(order, notes))
             # One process decides what became of it, so that all think alike: where one saves
             # again and another does not, they would wait for each other.
-            (note,) = self._everyone.hear(outcome, [first], given_up)
+            (note,) = everyone.hear(outcome, [first], given_up)
             if note is None:
                 note = {"problem": f"rank {first} did not say that all is written"}
             elif "problem" in note:
@@ -113,11 +111,8 @@ class Writer:
         if trouble is not None:
             return trouble
         files = {name: entry for note in notes for name, entry in note["files"].items()}
-        return _try(lambda: self._publish(order, files))
-
-    def _publish(self, order: Order, files: dict[str, Any]) -> dict[str, Any]:
-        publish(order.folder, order.step, {**order.manifest, "files": files}, order.keep)
-        return {}
+        manifest = {**order.manifest, "files": files}
+        return _try(lambda: publish(order.folder, order.step, manifest, order.keep))
 
     def _make_room(self, order: Order) -> None:
         aside = partial_of(order.folder, order.step)
@@ -142,13 +137,13 @@ def _write_file(path: Path, value: Any) -> dict[str, Any]:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
-        return entry_of(tensorfile.examine(path))
-    return entry_of(tensorfile.write(path, value))
+        return tensorfile.examine(path)
+    return tensorfile.write(path, value)
 
 
-def _try(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _try(action: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     try:
-        return action()
+        return action() or {}
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return {"problem": "the disk is full" if full else _in_words(error)}

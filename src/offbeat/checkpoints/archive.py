@@ -1,0 +1,165 @@
+"""All checkpoints of one trainer: saving, and finding the newest that every process can use."""
+
+import warnings
+from copy import deepcopy
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offbeat import __version__
+from offbeat.checkpoints import drained, exact, tensorfile
+from offbeat.checkpoints.facts import compare_facts, compare_models, describe_model, facts_of
+from offbeat.checkpoints.folder import (
+    DATA,
+    FORMAT,
+    MODEL,
+    Found,
+    candidates,
+    file_of,
+    place_of,
+    refuse_misplaced,
+    refuse_strange,
+)
+from offbeat.checkpoints.writer import Order, Writer
+from offbeat.engines.board import LOST
+from offbeat.engines.pipeline import Pipeline
+from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.methods.base import require_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run goes on: after ``step`` steps, at 0 if there was no checkpoint."""
+
+    step: int = 0
+    data: Any = None
+    """What was given to ``save(data=...)``: a loader's ``state_dict()``, or plain values."""
+    path: Path | None = None
+    """The checkpoint that was used; None if the folder had none."""
+    kind: str | None = None
+    """"exact" or "drained"."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that could not be used, and why."""
+
+
+class Archive:
+    """Every process calls alike."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._engine = pipeline, pipeline.engine
+        self._writer = Writer(pipeline.engine)
+        self._folders: set[Path] = set()
+        """Folders that belong to this run: it has saved there, or looked there before it began."""
+
+    def save(self, folder: Path, *, drain: bool, keep: int, wait: bool, data: Any) -> Path:
+        pipeline = self._pipeline
+        require_count("keep", keep)
+        folder = folder.absolute()
+        if not pipeline.is_built:
+            raise CheckpointError(
+                "there is nothing to save yet: the first step makes the stages. Save after it."
+            )
+        if self._engine.joined_at:
+            raise CheckpointError(
+                f"a replica came back at step {self._engine.joined_at} of this run, and it"
+                " knows nothing of the run's checkpoints. Keep the weights with state_dict()."
+            )
+        if folder not in self._folders:
+            refuse_strange(folder)
+            self._folders.add(folder)
+        if drain:
+            pipeline.drain()
+        # The last write first: two snapshots at once would double what is held in memory.
+        self.wait()
+        ranks = drained.keepers(pipeline) if drain else list(range(self._engine.size))
+        files = drained.files_of(pipeline, ranks) if drain else exact.files_of(pipeline)
+        if data is not None and self._engine.rank == ranks[0]:
+            # A copy: it is written while the loader goes on.
+            files[DATA] = deepcopy(data.state_dict() if hasattr(data, "state_dict") else data)
+        step = pipeline.position.step
+        manifest = {
+            "format": FORMAT,
+            "kind": "drained" if drain else "exact",
+            "step": step,
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {"offbeat": __version__, "torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "data": data is not None,
+            **facts_of(pipeline),
+            "model": describe_model(pipeline.cut.model),
+        }
+        self._writer.start(Order(folder, step, keep, files, ranks, manifest))
+        if wait:
+            self.wait()
+        return place_of(folder, step)
+
+    def wait(self) -> None:
+        """Until everything is on disk; raises if the last checkpoint could not be written."""
+        self._writer.wait()
+
+    def resume(self, folder: Path, data: Any) -> Resumed:
+        pipeline, engine = self._pipeline, self._engine
+        folder = folder.absolute()
+        self.wait()
+        found, skipped = self._choose(folder)
+        self._folders.add(folder)
+        for words in skipped:
+            if engine.rank == 0:
+                warnings.warn(words, stacklevel=3)
+        if found is None:
+            return Resumed()
+        assert found.manifest is not None
+        kind = found.manifest["kind"]
+        compare_models(found.path, found.manifest, pipeline.cut.model)
+        if kind == "exact":
+            compare_facts(found.path, found.manifest, pipeline)
+        with pipeline.stopping_on_error(), engine.between_steps(), torch.enable_grad():
+            (exact if kind == "exact" else drained).resume(pipeline, found.path, found.manifest)
+        pipeline.meet("resumed")  # who goes on early sends what others then clear away
+        stored = tensorfile.read(found.path / DATA) if found.manifest["data"] else None
+        if stored is not None and hasattr(data, "load_state_dict"):
+            data.load_state_dict(stored)
+        step = pipeline.position.step
+        return Resumed(step=step, data=stored, path=found.path, kind=kind, skipped=tuple(skipped))
+
+    def _choose(self, folder: Path) -> tuple[Found | None, list[str]]:
+        """The newest checkpoint that every process can use, and why newer ones were passed over."""
+        refuse_misplaced(folder)
+        found = candidates(folder)
+        rank_here = self._engine.rank
+        steps = [each.step for each in found]
+        for rank, others in enumerate(self._pipeline.meet("checkpoints", steps)):
+            if others is not LOST and others != steps:
+                raise ConfigurationError(
+                    f"rank {rank_here} finds the checkpoints of steps {steps} in {folder}, rank"
+                    f" {rank} those of {others}: give a folder that all processes share."
+                )
+        skipped: list[str] = []
+        for each in found:
+            problems = self._pipeline.meet("problem", each.problem(self._needed(each)))
+            problem = next((text for text in problems if text not in (None, LOST)), None)
+            if problem is None:
+                return each, skipped
+            skipped.append(f"{each.path} cannot be used: {problem}.")
+        if found:
+            raise CheckpointError(
+                f"none of the {len(found)} checkpoints in {folder} can be used:\n  "
+                + "\n  ".join(skipped)
+                + "\nGive an empty folder to start anew."
+            )
+        return None, skipped
+
+    def _needed(self, found: Found) -> list[str]:
+        """The files of a checkpoint that this process reads."""
+        manifest = found.manifest or {}
+        shared = [DATA] if manifest.get("data") else []
+        if manifest.get("kind") == "drained":
+            stages = range(int(manifest.get("stages", 0)))
+            return [MODEL, *(file_of(0, stage) for stage in stages), *shared]
+        facts = facts_of(self._pipeline)
+        if any(manifest.get(name) != facts[name] for name in ("processes", "stages", "replicas")):
+            return shared  # refused later, in words of its own
+        return [*exact.own_files(self._engine.placement), *shared]
