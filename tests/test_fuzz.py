@@ -204,21 +204,25 @@ def flags(*names: str) -> st.SearchStrategy[list[str]]:
     return st.lists(pair, max_size=4).map(lambda pairs: [word for p in pairs for word in p])
 
 
-SETTINGS = ("accumulate", "micro-batches", "backward-rule", "beta", "lag", "hops")
+SETTINGS = ("accumulate", "micro_batches", "backward", "beta", "lag", "hop")
+WITH_SETTINGS = st.builds(
+    lambda name, pairs: f"{name}:{','.join('='.join(pair) for pair in pairs)}",
+    NAMES,
+    st.lists(st.tuples(st.sampled_from(SETTINGS), values), max_size=4),
+)
+TYPED = NAMES | WITH_SETTINGS | printable
 
 
 @tries(100)
-@given(NAMES | printable, flags("stages", "batches", *SETTINGS), st.booleans())
+@given(TYPED, flags("stages", "batches"), st.booleans())
 def test_any_schedule_is_printed_or_refused(name: str, options: list[str], as_json: bool) -> None:
     assert_answered("schedule", *options, *(["--json"] if as_json else []), "--", name)
 
 
 @tries(100)
 @given(
-    NAMES | printable,
-    flags(
-        "stages", "batches", "forward", "backward", "recompute", "hop", "share", "width", *SETTINGS
-    ),
+    TYPED,
+    flags("stages", "batches", "forward", "backward", "recompute", "hop", "share", "width"),
     st.booleans(),
 )
 def test_any_timeline_is_drawn_or_refused(name: str, options: list[str], as_json: bool) -> None:

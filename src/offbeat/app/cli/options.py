@@ -4,16 +4,14 @@ Numbers arrive as text and are read here: typer's message for a bad number leave
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import Field, fields
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from offbeat.errors import ConfigurationError
-from offbeat.methods import METHODS, Method, method_named
-from offbeat.registry import Choice, read_value
+from offbeat.methods import Method, method_named
+from offbeat.registry import Choice
 from offbeat.schedules.timeline import Costs
 
 _T = TypeVar("_T")
@@ -69,76 +67,9 @@ def flag(name: str, annotation: Any) -> inspect.Parameter:
     )
 
 
-# Settings of methods. Each is also an option of its own, under the name of the method's field.
-
-_RENAMED = {"backward": "backward_rule", "hop": "hops"}
-"""``timeline`` has costs of these names: the settings have others as options."""
-
-
-def _kinds_of(field: Field[Any]) -> list[Any]:
-    """The types of a field: of ``int | None`` the first alone."""
-    options = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-    return [option for option in options if option is not NoneType]
-
-
-def _has(kind: Any, field: Field[Any]) -> bool:
-    return any(get_origin(option) is kind for option in _kinds_of(field))
-
-
-def _typed_settings(kind: type[Method]) -> list[Field[Any]]:
-    """The fields of a method that can be typed: all but functions."""
-    return [f for f in fields(kind) if not _has(Callable, f)]
-
-
-def _setting_flags() -> Iterator[inspect.Parameter]:
-    """An option for every setting that some method has."""
-    takers: dict[str, list[tuple[str, Field[Any]]]] = {}
-    for kind in METHODS:
-        for each in _typed_settings(kind):
-            takers.setdefault(each.name, []).append((kind.name, each))
-    for name, of in takers.items():
-        text = next((f.metadata["help"] for _, f in of if "help" in f.metadata), "")
-        methods = f" of {', '.join(method for method, _ in of)}" if len(of) < 4 else ""
-        help_ = f"Setting{methods}: {text}" if text else f"Setting{methods}."
-        yield flag(
-            _RENAMED.get(name, name), Annotated[str | None, _option(_metavar(of[0][1]), help_)]
-        )
-
-
-def _metavar(field: Field[Any]) -> str:
-    kinds = _kinds_of(field)
-    if get_origin(kinds[0]) is Literal:
-        return "|".join(get_args(kinds[0]))
-    if _has(Sequence, field):
-        return "N,N,..."
-    return {int: "N", float: "X"}.get(kinds[0], "VALUE")
-
-
-SETTING_FLAGS = list(_setting_flags())
-
-
-def read_method(text: str, flags: dict[str, str | None]) -> Method:
-    """The method with its settings, as ``adl:accumulate=4`` or ``adl --accumulate 4``.
-
-    An option it lacks is refused here, because the library's message would list ``hop`` and
-    ``backward``, and as options of ``timeline`` these are costs.
-    """
+def read_method(text: str) -> Method:
+    """The method with its settings, as ``adl:accumulate=4``."""
     choice = Choice.read(text, "METHOD")
-    kind = type(method_named(choice.name))
-    takes = {_RENAMED.get(f.name, f.name): f.name for f in _typed_settings(kind)}
-    for option, given in flags.items():
-        if given is None:
-            continue
-        shown = [f"--{name.replace('_', '-')}" for name in (option, *takes)]
-        if option not in takes:
-            has = f"it takes {', '.join(shown[1:])}" if takes else "it takes no settings"
-            raise ConfigurationError(f"{kind.name} has no setting {shown[0]}: {has}.")
-        if takes[option] in choice.settings:
-            raise ConfigurationError(
-                f"METHOD {text!r} and {shown[0]} {given} are the same setting: give one of them."
-            )
-        value = read_value(given)
-        choice.settings[takes[option]] = value.lower() if isinstance(value, str) else value
     return method_named(choice.name, **choice.settings)
 
 
@@ -169,7 +100,9 @@ def read_count(option: str, text: str, least: int = 1, most: int = _MOST) -> int
 
 
 def read_costs(share: str | None, **texts: str) -> Costs:
-    more = {"backward": "; which weights it sees is --backward-rule"}
+    more = {
+        "backward": "; which weights it sees is a setting of the method, as in ddg:backward=stash"
+    }
     numbers = {
         name: _read(f"--{name}", text, _number, f"a number, as in --{name} 2{more.get(name, '')}")
         for name, text in texts.items()

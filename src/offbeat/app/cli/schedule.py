@@ -18,16 +18,14 @@ from offbeat.schedules.timeline import Timeline, measured_timeline
 from offbeat.schedules.timeline import timeline as timeline_of
 
 
-@options.with_flags(options.SETTING_FLAGS)
 def schedule(
     name: options.MethodText,
     stages: options.Stages = "4",
     batches: options.Batches = "8",
     as_json: options.Json = False,
-    **settings: str | None,
 ) -> None:
     """Print a method's order of work, and its lags."""
-    method = options.read_method(name, settings)
+    method = options.read_method(name)
     steps = options.read_count("--batches", batches)
     plan = method.schedule(options.read_count("--stages", stages, most=options.MOST_STAGES))
     table = plan.table(steps)
@@ -57,7 +55,6 @@ def _heading(method: Method, stages: int, batches: int) -> dict[str, Any]:
     }
 
 
-@options.with_flags(options.SETTING_FLAGS)
 def timeline(
     context: typer.Context,
     name: options.OptionalMethodText = None,
@@ -71,7 +68,6 @@ def timeline(
     share: options.Share = None,
     width: options.Width = None,
     as_json: options.Json = False,
-    **settings: str | None,
 ) -> None:
     """Draw a method in time, or a run that was measured, with busy share and speed-up."""
     columns = get_terminal_size((100, 24)).columns
@@ -93,7 +89,7 @@ def timeline(
             typer.echo(_measures(drawn, " s"))
         return
     assert name is not None
-    method = options.read_method(name, settings)
+    method = options.read_method(name)
     costs = options.read_costs(
         share, forward=forward, recompute=recompute, backward=backward, hop=hop
     )
