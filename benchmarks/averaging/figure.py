@@ -16,7 +16,8 @@ from benchmarks.averaging.configurations import (
     dasgd_name,
     kept_by,
 )
-from benchmarks.averaging.summary import Row, Summary, groups, read, summaries, table
+from benchmarks.averaging.summary import Summary, groups, summaries, table
+from benchmarks.stored import Row, read_rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=None, help="by default AllReduce's best")
     parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
     arguments = parser.parse_args()
-    rows = read(arguments.results)
+    rows = read_rows(arguments.results)
     if arguments.table:
         print(table(rows))
         return

@@ -20,7 +20,7 @@ from benchmarks.language.summary import (
     found_in,
     settings_of,
 )
-from benchmarks.pool import Row
+from benchmarks.stored import Row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

@@ -5,12 +5,12 @@ python -m benchmarks.language.summary benchmarks/language/results.jsonl --out ta
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks.averaging.summary import half_width
+from benchmarks.intervals import Interval, half_width, mean
 from benchmarks.language.configurations import (
     BASELINE,
     SETS,
@@ -20,12 +20,14 @@ from benchmarks.language.configurations import (
 )
 from benchmarks.language.rates import best_rates, losses_of, tuned
 from benchmarks.language.run import rows_in
-from benchmarks.language.training import job_of
-from benchmarks.pool import Row
+from benchmarks.language.training import Job
+from benchmarks.pages import slug
+from benchmarks.stored import Row
 
+RESULTS = Path(__file__).with_name("results.jsonl")
 TARGET = 0.005
 """Nats behind BP that count as nothing."""
-CURVE = "curve"
+CURVE, EXTRAPOLATED = "curve", "BP + extrapolate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ def settings_of(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows that can be compared, those with the most runs first."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(job_of(row).setting, []).append(row)
+        found.setdefault(Job.of(row).setting, []).append(row)
     return sorted(found.values(), key=len, reverse=True)
 
 
@@ -105,13 +107,49 @@ def _is(row: Row, way: str, optimizer: str, lr: float) -> bool:
     return (row["way"], row["optimizer"], row["lr"]) == (way, optimizer, lr)
 
 
+# ------------------------------------------------------------------------- facts
+
+
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    """Gaps in nats above BP, at BP's rate or a quarter of it; delay curves at the best rate."""
+    rows = settings_of(rows_in(RESULTS))[0]
+    for name in ("target", "lag", "between"):
+        found = found_in(rows, SETS[name])
+        for summary in found:
+            optimizer = slug(summary.optimizer)
+            key = f"{name}.{optimizer}.{slug(summary.way)}"
+            if summary.way == BASELINE:
+                bp = summary
+                yield f"{key}.loss", fmean(summary.losses)
+            elif summary.lr == bp.lr:
+                yield key, mean(summary.gaps)
+            else:
+                yield f"{key}.slower", mean(summary.gaps)
+            if summary.way == EXTRAPOLATED:
+                looking = summary
+            elif name == "target" and summary.way != BASELINE:
+                pairs = zip(summary.gaps, looking.gaps, strict=True)
+                yield f"{key}.of.extrapolated", mean([ours - bps for ours, bps in pairs])
+    curve = found_in(rows, SETS[CURVE])
+    for summary in best_of_rates(curve):
+        optimizer = slug(summary.optimizer)
+        if summary.way == BASELINE:
+            yield f"{CURVE}.{optimizer}.bp.loss", fmean(summary.losses)
+        elif math.isfinite(summary.gap):
+            yield f"{CURVE}.{optimizer}.{max(summary.lags)}", mean(summary.gaps)
+
+
+def tables() -> dict[str, str]:
+    return {"all": text_of(rows_in(RESULTS)).strip()}
+
+
 # ------------------------------------------------------------------------- Markdown
 
 
 def text_of(rows: Sequence[Row]) -> str:
     parts = []
     for comparable in settings_of(rows):
-        job = job_of(comparable[0])
+        job = Job.of(comparable[0])
         parts.append(
             f"{job.text}: {job.updates} updates of {job.rows} rows of {job.context} bytes, width"
             f" {job.width}, dropout {job.dropout:g},"

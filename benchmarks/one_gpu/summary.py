@@ -1,23 +1,29 @@
-"""The table of speeds as Markdown.
+"""Speeds on one GPU as Markdown.
 
 python -m benchmarks.one_gpu.summary benchmarks/one_gpu/results.jsonl
+
+A ratio is taken turn by turn; its mean is the geometric one, with its 95 % interval. Some
+contestants' turns come in two kinds, which a median hides: their mean stands beside it.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-Row = dict[str, Any]
-BASES = ("eager", "graph", "compiled, graph")
+from benchmarks.intervals import Interval, ratio
+from benchmarks.pages import slug
+from benchmarks.stored import Row, read_rows
+
+FOLDER = Path(__file__).parent
+BASES = {"eager": "eager", "graph": "graph", "compiled, graph": "compiled graph"}
+COMPILED = "8 stages, lag K-1-k, stash, compiled"
 
 
 def read(path: Path) -> dict[str, dict[str, Row]]:
     """Per workload its contestants; of the same contest, what was measured last."""
     found: dict[tuple[str, frozenset[str]], dict[str, Row]] = {}
-    for line in path.read_text().splitlines():
-        result = json.loads(line)
+    for result in read_rows(path):
         found[result["workload"], frozenset(result["rows"])] = result["rows"]
     named: dict[str, dict[str, Row]] = {}
     for (workload, _), rows in found.items():
@@ -31,28 +37,67 @@ def complete(row: Row) -> bool:
     return "ms" in row and not any("out of memory" in words for words in said)
 
 
+def times(rows: dict[str, Row], name: str, base: str) -> Interval | None:
+    """How many times as fast as the base, turn by turn."""
+    if base not in rows or not complete(rows[base]):
+        return None
+    return ratio(rows[base]["turns"], rows[name]["turns"])
+
+
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    for workload, rows in read(FOLDER / "results.jsonl").items():
+        for name, row in rows.items():
+            if not complete(row):
+                continue
+            key = f"{slug(workload)}.{slug(name)}"
+            yield f"{key}.ms", row["ms"]
+            yield f"{key}.mean-ms", fmean(row["turns"])
+            yield f"{key}.gib", row["memory_mib"] / 1024
+            for base, word in BASES.items():
+                if found := times(rows, name, base):
+                    yield f"{key}.of.{slug(word)}", found
+        for stages in (4, 8):
+            some = [name for name in rows if name.startswith(f"{stages} stages") and
+                    name != COMPILED and complete(rows[name])]  # fmt: skip
+            if some:
+                yield f"{slug(workload)}.{stages}-stages.ms", min(rows[name]["ms"] for name in some)
+    yield from _facts_of_training(read_rows(FOLDER / "training.jsonl"))
+
+
+def _facts_of_training(rows: list[Row]) -> Iterator[tuple[str, float | Interval]]:
+    for name in dict.fromkeys(row["run"] for row in rows):
+        ends = [row["epochs"][-1] for row in rows if row["run"] == name]
+        seconds = [end["seconds"] for end in ends]
+        accuracies = [100 * end["accuracy"] for end in ends]
+        for what, values in (("seconds", seconds), ("accuracy", accuracies)):
+            yield f"training.{slug(name)}.{what}", fmean(values)
+            yield f"training.{slug(name)}.{what}.least", min(values)
+            yield f"training.{slug(name)}.{what}.most", max(values)
+
+
+def tables() -> dict[str, str]:
+    return {"speeds": text_of(read(FOLDER / "results.jsonl")).strip()}
+
+
 def table(rows: dict[str, Row]) -> Iterator[str]:
-    yield "| contestant | ms a step | quartiles | times eager | times graph | times compiled graph"
-    yield "|---|---|---|---|---|---|---|"
+    heads = " | ".join(f"times {word}" for word in BASES.values())
+    yield f"| contestant | ms a step, median | mean | quartiles | {heads} | GiB |"
+    yield "|---" * (5 + len(BASES)) + "|"
     for name, row in rows.items():
         if not complete(row):
             why = "ran out of memory beside the others" if "ms" in row else row["error"]
-            yield f"| {name} | {why.splitlines()[0][:80]} | | | | | |"
+            yield f"| {name} | {why.splitlines()[0][:80]}" + " |" * (4 + len(BASES))
             continue
         low, high = row["quartiles"]
-        ratios = [
-            f"{rows[base]['ms'] / row['ms']:.2f}" if base in rows and complete(rows[base]) else ""
-            for base in BASES
-        ]
-        cells = [name, f"{row['ms']:.2f}", f"{low:.2f} to {high:.2f}", *ratios]
+        cells = [name, f"{row['ms']:.2f}", f"{fmean(row['turns']):.2f}", f"{low:.2f} to {high:.2f}"]
+        for base in BASES:
+            found = times(rows, name, base)
+            cells.append("" if found is None else "1" if name == base else f"{found:.2f}")
         yield f"| {' | '.join(cells)} | {row['memory_mib'] / 1024:.1f} |"
 
 
 def text_of(found: dict[str, dict[str, Row]]) -> str:
-    parts = []
-    for workload, rows in found.items():
-        head, *lines = table(rows)
-        parts.append("\n".join([f"### {workload}", "", f"{head} | GiB |", *lines]))
+    parts = (f"### {workload}\n\n" + "\n".join(table(rows)) for workload, rows in found.items())
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,13 +1,13 @@
 """Draws the increase of a step's time against the slow-down, one line per method.
 
-python benchmarks/stragglers/figure.py benchmarks/stragglers/results.json
+python -m benchmarks.stragglers.figure benchmarks/stragglers/results.jsonl
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stored import read_result
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette; the three DSPs are one hue, darker with more slack.
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
     arguments = parser.parse_args()
     out = arguments.out or arguments.results.with_suffix(".png")
-    draw(json.loads(arguments.results.read_text())).savefig(out, dpi=120)
+    draw(read_result(arguments.results)).savefig(out, dpi=120)
     print(out)
 
 
