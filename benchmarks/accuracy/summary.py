@@ -134,7 +134,7 @@ def stored_rows() -> list[Row]:
 
 
 def facts() -> Iterator[tuple[str, float | Interval]]:
-    """Gaps in points below BP; "back" is what a correction takes off the gap of the way without."""
+    """Gaps in points below BP; "back" is what a correction takes off."""
     rows = stored_rows()
     for name, of in SETS.items():
         known: set[str] = set()
@@ -159,13 +159,23 @@ def _facts_of(
         return
     yield key, mean(summary.gaps)
     yield f"{key}.stale", 100 * summary.stale_share
-    way, _, corrected = summary.way.partition(" + ")
-    plain = "1F1B, stash" if way == "1F1B" else way
     for other in found:
-        if corrected and (other.way, other.cut) == (plain, summary.cut):
+        if (other.way, other.cut) == (plain_of(summary.way), summary.cut):
             shared = list(zip(other.gaps, summary.gaps, strict=False))
             yield f"{key}.back", mean([before - after for before, after in shared])
             yield f"{key}.share-back", 100 * (1 - fmean(a for _, a in shared) / other.gap)
+
+
+def plain_of(way: str) -> str | None:
+    """The same without a correction or a synchronous end.
+
+    >>> plain_of("1F1B + spike"), plain_of("1F1B, M=2 + spike"), plain_of("stale, half")
+    ('1F1B, stash', '1F1B, M=2', 'stale, current')
+    """
+    plain = way.partition(" + ")[0].removesuffix(", tail").removesuffix(", half")
+    if plain == way:
+        return None
+    return {"1F1B": "1F1B, stash", "stale": "stale, current"}.get(plain, plain)
 
 
 def place_of(summary: Found, of: Set) -> str:

@@ -67,11 +67,22 @@ def summaries(rows: list[Row]) -> list[Summary]:
 
 
 def facts() -> Iterator[tuple[str, float | Interval]]:
+    """Gaps to AllReduce in points; what a merge that keeps all progress brings; what delay costs."""
     (comparable,) = groups(read_rows(RESULTS))
-    for summary in summaries(comparable):
-        yield f"{slug(summary.name)}.accuracy", fmean(summary.accuracies)
-        if summary.name != BASELINE:
-            yield slug(summary.name), mean(summary.gaps)
+    found = {summary.name: summary for summary in summaries(comparable)}
+    for name, summary in found.items():
+        yield f"{slug(name)}.accuracy", fmean(summary.accuracies)
+        if name == BASELINE:
+            continue
+        yield slug(name), mean(summary.gaps)
+        yield f"{slug(name)}.over-localsgd", _more(summary, found["LocalSGD(4)"])
+        dropping = name.replace(", progress=1)", ")")
+        if dropping != name:
+            yield f"{slug(name)}.over-authors", _more(summary, found[dropping])
+
+
+def _more(ours: Summary, theirs: Summary) -> Interval:
+    return mean([own - other for own, other in zip(ours.gaps, theirs.gaps, strict=True)])
 
 
 def tables() -> dict[str, str]:

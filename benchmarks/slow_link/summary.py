@@ -189,30 +189,53 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
             yield name, point.over
             if point.predicted is not None:
                 yield f"{name}.formula", point.predicted
+            if point.delay > 0:
+                yield f"{name}.ddp", over_ddp(point, every)
         hidden = [point for point in every if point.delay > 0 and point.hidden]
-        for name, values in {
-            "hidden": [point.over.centre for point in hidden],
-            "hidden.ddp": [over_ddp(point, every).centre for point in hidden],
-            "hidden.ddp.low": [over_ddp(point, every).low for point in hidden],
-        }.items():
-            yield f"{compute}.{name}.least", min(values)
-            yield f"{compute}.{name}.most", max(values)
+        yield f"{compute}.hidden", len(hidden)
+        near = [point for point in hidden if abs(point.over.centre - 1) <= HIDDEN_WITHIN]
+        yield f"{compute}.hidden.within", len(near)
     yield from _facts_of_cores(read_result(CORES))
 
 
 def _facts_of_cores(result: dict[str, Any]) -> Iterator[tuple[str, float | Interval]]:
     for row in result["summary"]:
-        yield f"cores.{row['replicas']}.{slug(row['name'])}", row["throughput_over_one"]
-    for run in result["runs"]:
-        if "DDP" in run["step_s"]:
-            for name, seconds in run["step_s"].items():
-                name = f"cores.{run['replicas']}.{slug(name)}"
-                yield f"{name}.over-alone", ratio(seconds, run["step_s"][ALONE])
-                yield f"{name}.of.ddp", ratio(run["step_s"]["DDP"], seconds)
+        name = f"cores.{row['replicas']}.{slug(row['name'])}"
+        yield name, row["throughput_over_one"]
+        if row["name"] != ALONE:
+            yield f"{name}.over-alone", side_by_side(result, row["replicas"], row["name"], ALONE)
+            yield f"{name}.under-ddp", side_by_side(result, row["replicas"], "DDP", row["name"])
+
+
+def side_by_side(result: dict[str, Any], replicas: int, name: str, other: str) -> Interval:
+    """A contestant's step by the other's, round by round."""
+    runs = [run["step_s"] for run in result["runs"] if run["replicas"] == replicas]
+    own, others = ([s for run in runs for s in run[which]] for which in (name, other))
+    return ratio(own, others)
 
 
 def tables() -> dict[str, str]:
-    return {compute: table(result) for compute, result in read_result(RESULTS).items()}
+    found = {compute: table(result) for compute, result in read_result(RESULTS).items()}
+    return found | {"cores": cores_table(read_result(CORES))}
+
+
+def cores_table(result: dict[str, Any]) -> str:
+    """Throughput over one replica; the step over that of replicas that do not talk."""
+    counts = list(dict.fromkeys(row["replicas"] for row in result["summary"]))
+    lines = [
+        "| contestant | " + " | ".join(f"{count} replicas" for count in counts) + " |",
+        "|---" * (len(counts) + 1) + "|",
+    ]
+    for name in dict.fromkeys(row["name"] for row in result["summary"]):
+        rows = {row["replicas"]: row for row in result["summary"] if row["name"] == name}
+        cells = []
+        for count in counts:
+            words = f"{rows[count]['throughput_over_one']:.2f}" if count in rows else "-"
+            if count in rows and name != ALONE:
+                words += f"; {side_by_side(result, count, name, ALONE):.2f}"
+            cells.append(words)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def quietness(result: dict[str, Any]) -> str:
