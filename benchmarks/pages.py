@@ -12,6 +12,9 @@ the author wrote. A fact with an interval is three numbers, of which a page show
 
     <!--table two_cores.rivals-->
     <!--end-->
+
+What nobody measured here (a setting, a model's number, a quotation) is marked as that: a number by
+`<!--not measured-->` behind it, a passage by a line of it before and `<!--end-->` behind.
 """
 
 import re
@@ -26,7 +29,10 @@ MARK = re.compile(r"<!--([a-z]\w*\.[\w.+-]+)(?::(interval|range|verdict|negative
 TABLE = re.compile(r"<!--table ([\w.-]+)-->\n(.*?)<!--end-->", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?(?![\w])")
 WORD = re.compile(r"level|ahead|behind")
-QUOTED = re.compile(r"<!--quoted.*?-->.*?<!--end-->", re.DOTALL)
+NOT_MEASURED = re.compile(
+    rf"^<!--not measured-->$.*?<!--end-->|{NUMBER.pattern}[^\d\n<]{{0,3}}<!--not measured-->",
+    re.DOTALL | re.MULTILINE,
+)
 OTHERS = re.compile(
     r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|95 %|(?:arXiv|Python|[Tt]orch) \d+\.\d+",
     re.DOTALL | re.MULTILINE,
@@ -113,7 +119,7 @@ def unmarked(text: str) -> Iterator[str]:
     >>> list(unmarked("3 stages lose 1.2<!--a.b--> points, 4.5 in `0.1`, 30 % <!--x-->"))
     ['4.5', '30']
     """
-    text = TABLE.sub("", QUOTED.sub("", text))
+    text = NOT_MEASURED.sub("", TABLE.sub("", text))
     start = 0
     for mark in [*MARK.finditer(text), None]:
         part = text[start : mark.start()] if mark else text[start:]

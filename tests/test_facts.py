@@ -39,8 +39,11 @@ def test_the_file_of_facts_is_what_the_raw_rows_say() -> None:
         assert value == pytest.approx(found[name], rel=1e-4), name
 
 
-@pytest.mark.parametrize("page", [ROOT / "benchmarks" / "README.md"], ids=str)
-def test_no_number_of_these_pages_is_without_its_measurement(page: Path) -> None:
+SHOWN = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", sorted(SHOWN), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_number_of_a_page_is_without_its_measurement(page: Path) -> None:
     found = list(unmarked(page.read_text()))
     assert not found, f"mark these numbers as pages.py says, or leave them out: {found}"
 
@@ -98,8 +101,8 @@ def test_a_mark_without_a_measurement_is_refused(page: str, words: str) -> None:
 def test_a_measured_number_without_a_mark_is_found() -> None:
     text = (
         "Of 4 stages, 1.5 (0.9 to 2.4)<!--a.speed:interval--> with `lr=0.1`, 37 % and +0.25 points,"
-        " torch 2.13, arXiv 1912.12675\n```\n1.23\n```\n<!--quoted: a paper-->\n4.56\n<!--end-->\n"
-        "7.5 and 8.5<!--a.gap-->"
+        " torch 2.13, arXiv 1912.12675\n```\n1.23\n```\n<!--not measured-->\n\n4.56\n<!--end-->\n"
+        "7.5, 9.9 %<!--not measured--> and 8.5<!--a.gap-->"
     )
     assert list(unmarked(text)) == ["37", "+0.25", "7.5"]
 

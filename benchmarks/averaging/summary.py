@@ -67,7 +67,7 @@ def summaries(rows: list[Row]) -> list[Summary]:
 
 
 def facts() -> Iterator[tuple[str, float | Interval]]:
-    """Gaps to AllReduce in points; what a merge that keeps all progress brings; what delay costs."""
+    """Gaps to AllReduce, and what a merge that keeps all progress brings, in points."""
     (comparable,) = groups(read_rows(RESULTS))
     found = {summary.name: summary for summary in summaries(comparable)}
     for name, summary in found.items():

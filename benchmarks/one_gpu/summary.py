@@ -45,23 +45,39 @@ def times(rows: dict[str, Row], name: str, base: str) -> Interval | None:
 
 
 def facts() -> Iterator[tuple[str, float | Interval]]:
+    compiled, shares = [], []
     for workload, rows in read(FOLDER / "results.jsonl").items():
-        for name, row in rows.items():
-            if not complete(row):
-                continue
-            key = f"{slug(workload)}.{slug(name)}"
-            yield f"{key}.ms", row["ms"]
-            yield f"{key}.mean-ms", fmean(row["turns"])
-            yield f"{key}.gib", row["memory_mib"] / 1024
-            for base, word in BASES.items():
-                if found := times(rows, name, base):
-                    yield f"{key}.of.{slug(word)}", found
+        able = {name: row for name, row in rows.items() if complete(row)}
+        yield from _facts_of(slug(workload), able)
+        if found := COMPILED in able and times(able, COMPILED, "compiled, graph"):
+            compiled.append(found.centre)
         for stages in (4, 8):
-            some = [name for name in rows if name.startswith(f"{stages} stages") and
-                    name != COMPILED and complete(rows[name])]  # fmt: skip
-            if some:
-                yield f"{slug(workload)}.{stages}-stages.ms", min(rows[name]["ms"] for name in some)
+            long, short = (f"{stages} stages, lag {lag}" for lag in ("2(K-1-k)", "K-1-k"))
+            if long in able and short in able:
+                shares.append(100 * able[short]["memory_mib"] / able[long]["memory_mib"])
+    yield from _ends("compiled", compiled)
+    yield from _ends("share-of-memory", shares)
     yield from _facts_of_training(read_rows(FOLDER / "training.jsonl"))
+
+
+def _ends(name: str, values: list[float]) -> Iterator[tuple[str, float]]:
+    yield f"{name}.least", min(values)
+    yield f"{name}.most", max(values)
+
+
+def _facts_of(workload: str, rows: dict[str, Row]) -> Iterator[tuple[str, float | Interval]]:
+    for name, row in rows.items():
+        key = f"{workload}.{slug(name)}"
+        yield f"{key}.ms", row["ms"]
+        yield f"{key}.mean-ms", fmean(row["turns"])
+        yield f"{key}.gib", row["memory_mib"] / 1024
+        for base, word in BASES.items():
+            if found := times(rows, name, base):
+                yield f"{key}.of.{slug(word)}", found
+    for stages in (4, 8):
+        some = [name for name in rows if name.startswith(f"{stages} stages") and name != COMPILED]
+        if some:
+            yield f"{workload}.{stages}-stages.ms", min(rows[name]["ms"] for name in some)
 
 
 def _facts_of_training(rows: list[Row]) -> Iterator[tuple[str, float | Interval]]:
@@ -71,8 +87,7 @@ def _facts_of_training(rows: list[Row]) -> Iterator[tuple[str, float | Interval]
         accuracies = [100 * end["accuracy"] for end in ends]
         for what, values in (("seconds", seconds), ("accuracy", accuracies)):
             yield f"training.{slug(name)}.{what}", fmean(values)
-            yield f"training.{slug(name)}.{what}.least", min(values)
-            yield f"training.{slug(name)}.{what}.most", max(values)
+            yield from _ends(f"training.{slug(name)}.{what}", values)
 
 
 def tables() -> dict[str, str]:

@@ -6,6 +6,8 @@ from pathlib import Path
 from benchmarks.pages import slug
 from benchmarks.stored import read_result
 
+PLAIN, UNCORRECTED = "momentum 0.9", ("SGD", "momentum 0.9")
+
 
 def thresholds() -> dict[str, dict[str, float]]:
     """By rule and lag."""
@@ -19,6 +21,11 @@ def facts() -> Iterator[tuple[str, float]]:
     for rule, by_lag in thresholds().items():
         for lag, value in by_lag.items():
             yield f"{slug(rule)}.{lag}", value
+    for lag, plain in thresholds()[PLAIN].items():
+        singles = [r for r in thresholds() if r not in UNCORRECTED and "+" not in r]
+        ratios = [thresholds()[rule][lag] / plain for rule in singles]
+        yield f"single.{lag}.least", min(ratios)
+        yield f"single.{lag}.most", max(ratios)
 
 
 def tables() -> dict[str, str]:
