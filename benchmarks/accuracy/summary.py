@@ -18,6 +18,8 @@ from benchmarks.stored import Row, read_result, read_rows
 FOLDER = Path(__file__).parent
 TABLES = ("eight", "four", "twenty", "twenty-briefly")
 """Sets whose tables the page has as they are."""
+FIRST = 5
+"""So many seeds all ways have."""
 GUESSING = 11.0
 """Percent: of ten classes, what no network that learns anything stays below."""
 
@@ -144,6 +146,10 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
                 if key not in known:
                     known.add(key)
                     yield from _facts_of(key, summary, found)
+    briefly = [row for row in rows if (row["network"], row["epochs"]) == ("vgg16", 5)]
+    for comparable in settings_in(briefly):
+        for summary in found_in(comparable, SETS["vgg-16"]):
+            yield from _facts_of(f"vgg-16-briefly.{slug(summary.way)}", summary, ())
     for way in ("BP, M=8", "BP, M=4", "1F1B, M=4 + spike"):
         yield f"statistics.{slug(way)}", gained(rows, way)
     speeds = read_result(FOLDER / "table-speed.json")["rows"]
@@ -159,6 +165,8 @@ def _facts_of(
         return
     yield key, mean(summary.gaps)
     yield f"{key}.stale", 100 * summary.stale_share
+    if len(summary.gaps) > FIRST:
+        yield f"{key}.first-seeds", fmean(summary.gaps[:FIRST])
     for other in found:
         if (other.way, other.cut) == (plain_of(summary.way), summary.cut):
             shared = list(zip(other.gaps, summary.gaps, strict=False))

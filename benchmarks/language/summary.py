@@ -130,6 +130,7 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
             elif name == "target" and summary.way != BASELINE:
                 pairs = zip(summary.gaps, looking.gaps, strict=True)
                 yield f"{key}.of.extrapolated", mean([ours - bps for ours, bps in pairs])
+    yield "lag.adamw.most-back", most_back(found_in(rows, SETS["lag"]), "adamw")
     curve = found_in(rows, SETS[CURVE])
     for summary in best_of_rates(curve):
         optimizer = slug(summary.optimizer)
@@ -137,6 +138,13 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
             yield f"{CURVE}.{optimizer}.bp.loss", fmean(summary.losses)
         elif math.isfinite(summary.gap):
             yield f"{CURVE}.{optimizer}.{max(summary.lags)}", mean(summary.gaps)
+
+
+def most_back(found: Sequence[Found], optimizer: str) -> float:
+    """Nats that any correction takes off the gap of whole batches, by the mean and at BP's rate."""
+    best = max(summary.lr for summary in found if summary.optimizer == optimizer)
+    mine = {s.way: s.gap for s in found if (s.optimizer, s.lr) == (optimizer, best)}
+    return max(mine[f"{way.split(' + ')[0]}, stash"] - mine[way] for way in mine if " + " in way)
 
 
 def tables() -> dict[str, str]:
