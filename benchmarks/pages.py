@@ -18,7 +18,7 @@ What nobody measured here (a setting, a model's number, a quotation) is marked a
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.intervals import verdict
@@ -102,7 +102,7 @@ def with_facts(text: str, facts: Mapping[str, Fact], tables: Mapping[str, str]) 
     return made + rest
 
 
-def _replaced(text: str, kind: re.Pattern[str], values: list[float] | list[str], mark: str) -> str:
+def _replaced(text: str, kind: re.Pattern[str], values: Sequence[float | str], mark: str) -> str:
     """With the last such words, between this mark and the one before it, replaced."""
     places = list(kind.finditer(text))[-len(values) :]
     if len(places) < len(values) or "\n\n" in text[places[0].start() :]:

@@ -65,7 +65,7 @@ def _line(at: Keys, part: Any) -> Row:
     return {"at": at, "is": part}
 
 
-def _put(into: Any, at: Keys, part: Any) -> None:
+def _put(into: Any, at: tuple[Any, ...], part: Any) -> None:
     """Rows come in their order, so a list grows at its end."""
     for key, inner in pairwise(at):
         if isinstance(into, list) and (key == len(into) or into[key] is None):
