@@ -1,9 +1,9 @@
 """The results as Markdown: per set, accuracy and its gap to BP, paired by seed.
 
-python -m benchmarks.accuracy.summary benchmarks/accuracy/*.jsonl --out table.md
+python -m benchmarks.accuracy.summary benchmarks/accuracy/*.jsonl
 """
 
-import argparse
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,17 +254,5 @@ def table(found: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The accuracies as Markdown.")
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, help="by default printed")
-    arguments = parser.parse_args()
-    text = text_of(rows_in(arguments.results))
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    print(text_of(rows_in(map(Path, sys.argv[1:]))), end="")

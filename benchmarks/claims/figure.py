@@ -3,10 +3,9 @@
 PYTHONPATH=src python -m benchmarks.claims.figure benchmarks/claims/convergence.jsonl
 """
 
-import argparse
-from pathlib import Path
 from statistics import fmean
 
+from benchmarks import pictures
 from benchmarks.claims.summary import Runs, over_bp, read, slope
 from benchmarks.intervals import mean
 from matplotlib.axes import Axes
@@ -89,15 +88,5 @@ def _draw_ratios(axes: Axes, runs: Runs) -> None:
     axes.legend(frameon=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
-    asked = parser.parse_args()
-    out = asked.out or asked.results.with_suffix(".png")
-    draw(read(asked.results)).savefig(out, dpi=120)
-    print(out)
-
-
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read(path)), __doc__, dpi=120)

@@ -1,10 +1,10 @@
 """The results as Markdown: per set, validation loss and its gap to BP, paired by seed.
 
-python -m benchmarks.language.summary benchmarks/language/results.jsonl --out table.md
+python -m benchmarks.language.summary benchmarks/language/results.jsonl
 """
 
-import argparse
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,17 +254,5 @@ def _gap(summary: Found) -> str:
     return f"{gap:+.4f} ({gap - half:+.4f} to {gap + half:+.4f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The language results as Markdown.")
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, help="by default printed")
-    arguments = parser.parse_args()
-    text = text_of(rows_in(arguments.results))
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    print(text_of(rows_in(Path(sys.argv[1]))), end="")

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.one_gpu.summary import complete, read
+from benchmarks.pictures import INK
 from benchmarks.stored import Row, read_rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +24,6 @@ COLOURS = {
 }
 OURS, OURS_COMPILED = "#56B4E9", "#0072B2"
 LINES = ("#444444", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00")
-INK = "#444444"
 
 
 def draw_speeds(found: dict[str, dict[str, Row]]) -> Figure:

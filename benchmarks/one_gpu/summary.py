@@ -6,7 +6,7 @@ A ratio is taken turn by turn; its mean is the geometric one, with its 95 % inte
 contestants' turns come in two kinds, which a median hides: their mean stands beside it.
 """
 
-import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -116,17 +116,5 @@ def text_of(found: dict[str, dict[str, Row]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Speeds on one GPU as Markdown.")
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, help="by default printed")
-    arguments = parser.parse_args()
-    text = text_of(read(arguments.results))
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    print(text_of(read(Path(sys.argv[1]))), end="")

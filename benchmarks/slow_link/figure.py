@@ -3,7 +3,6 @@
 python benchmarks/slow_link/figure.py benchmarks/slow_link/results.jsonl
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks import pictures
 from benchmarks.slow_link.summary import ALONE, LINK, Point, points
 from benchmarks.stored import read_result
 
@@ -82,8 +82,7 @@ def draw_panel(axes: Axes, result: dict[str, Any]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(rates, [_tick(found, mbit) for mbit in rates], fontsize=9)
     axes.set_xlabel("rate of each link, Mbit/s; below: a bare all-reduce, in steps")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.plain(axes)
 
 
 def formula(mine: list[Point]) -> tuple[np.ndarray, np.ndarray]:
@@ -103,15 +102,5 @@ def _tick(found: list[Point], mbit: float) -> str:
     return f"{mbit:g}\n({steps:.1f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
-    arguments = parser.parse_args()
-    out = arguments.out or arguments.results.with_suffix(".png")
-    draw(read_result(arguments.results)).savefig(out, dpi=120)
-    print(out)
-
-
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read_result(path)), __doc__, dpi=120)

@@ -3,15 +3,13 @@
 python -m benchmarks.two_cores.figure benchmarks/two_cores/results.jsonl
 """
 
-import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks import pictures
 from benchmarks.stored import read_result
 from benchmarks.two_cores.summary import TITLES, balance, headline
 from benchmarks.two_cores.variants import Family
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -69,14 +67,5 @@ def draw_panel(axes: Axes, title: str, result: dict[str, Any]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> None:
-    source = Path(sys.argv[1])
-    figure = draw(read_result(source))
-    FigureCanvasAgg(figure)
-    target = source.with_suffix(".png")
-    figure.savefig(target, dpi=130)
-    print(target)
-
-
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read_result(path)), __doc__, dpi=130)
