@@ -138,17 +138,6 @@ def best(result: dict[str, Any], *prefixes: str, family: Family | None = None) -
     )
 
 
-def compared(result: dict[str, Any]) -> Iterator[tuple[Row, Row, Interval, bool]]:
-    """Our fastest asynchronous method and StaleWeights beside each rival at its fastest."""
-    found = (best(result, family="asynchronous"), best(result, "offbeat-stale-weights"))
-    ours = dict.fromkeys(row for row in found if row is not None)
-    for own in ours:
-        for prefix, _ in RIVALS.values():
-            rival = best(result, prefix)
-            if rival is not None:
-                yield own, rival, *times(result, own.name, rival.name)
-
-
 def headline(result: dict[str, Any]) -> list[Row]:
     """One row per way to train: of its settings (micro-batches, DDP's options) the fastest."""
     kept: dict[str, Row] = {}
@@ -200,19 +189,24 @@ def tables() -> dict[str, str]:
 
 
 def rivals(results: dict[str, Any]) -> str:
-    """How many times as fast ours are as each rival, model by model."""
+    """How our fastest asynchronous method and StaleWeights do beside each rival at its fastest."""
     heads = [words for _, words in RIVALS.values()]
     lines = [f"| | times one core | times {' | times '.join(heads)} |", "|---" * 5 + "|"]
     for model, result in results.items():
-        cells: dict[Row, list[str]] = {}
-        for own, rival, found, paired in compared(result):
-            word = verdict(found.values)
-            other = "" if paired else ", other rounds"
-            cells.setdefault(own, []).append(f"{found:.2f} {word}; {rival.label}{other}")
-        for own, beside in cells.items():
+        found = (best(result, family="asynchronous"), best(result, "offbeat-stale-weights"))
+        for own in dict.fromkeys(row for row in found if row is not None):
+            beside = [_beside(result, own, best(result, prefix)) for prefix, _ in RIVALS.values()]
             label = f"{TITLES[model]}, {own.label.removeprefix('offbeat ')}"
             lines.append(f"| {label} | {own.times_one_core:.2f} | {' | '.join(beside)} |")
     return "\n".join(lines)
+
+
+def _beside(result: dict[str, Any], own: Row, rival: Row | None) -> str:
+    if rival is None:
+        return ""
+    found, paired = times(result, own.name, rival.name)
+    other = "" if paired else ", other rounds"
+    return f"{found:.2f} {verdict(found.values)}; {rival.label}{other}"
 
 
 def markdown(model: str, result: dict[str, Any]) -> str:
