@@ -130,30 +130,27 @@ def optimizer_factory(
     # CUDA graphs read a rate that changes from the device; corrections need it on the host.
     recorded = experiment.engine == "streams" and not experiment.correction
 
-    def make_or_refuse(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+    def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+        rate: Any = torch.tensor(lr, device=params[0].device) if recorded else lr
+        usual: dict[str, Any] = {"lr": rate, "weight_decay": decay}
         try:
-            return make(params)
+            if experiment.optimizer == "sgd":
+                fused = True if recorded else None
+                return torch.optim.SGD(params, momentum=momentum, fused=fused, **usual)
+            kind = torch.optim.Adam if experiment.optimizer == "adam" else torch.optim.AdamW
+            if experiment.optimizer != "muon":
+                return kind(params, capturable=recorded, **usual)
+            matrices = [p for p in params if p.dim() == 2]
+            others = [p for p in params if p.dim() != 2]
+            both: list[Optimizer] = [Muon(matrices, momentum=momentum, **usual)] if matrices else []
+            return [*both, kind(others, capturable=recorded, **usual)] if others else both
         except ValueError as error:
             raise ConfigurationError(
                 f"optimizer {experiment.optimizer} with lr={lr}, momentum={momentum} and"
                 f" weight_decay={decay}: {error}. Give numbers that it takes."
             ) from None
 
-    def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
-        rate: Any = torch.tensor(lr, device=params[0].device) if recorded else lr
-        usual: dict[str, Any] = {"lr": rate, "weight_decay": decay}
-        if experiment.optimizer == "sgd":
-            fused = True if recorded else None
-            return torch.optim.SGD(params, momentum=momentum, fused=fused, **usual)
-        kind = torch.optim.Adam if experiment.optimizer == "adam" else torch.optim.AdamW
-        if experiment.optimizer != "muon":
-            return kind(params, capturable=recorded, **usual)
-        matrices = [p for p in params if p.dim() == 2]
-        others = [p for p in params if p.dim() != 2]
-        both: list[Optimizer] = [Muon(matrices, momentum=momentum, **usual)] if matrices else []
-        return [*both, kind(others, capturable=recorded, **usual)] if others else both
-
-    return make_or_refuse
+    return make
 
 
 def scheduler_factory(experiment: Experiment, updates: int) -> Callable[[Optimizer], LambdaLR]:

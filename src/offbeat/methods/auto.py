@@ -179,9 +179,6 @@ def least_depths(
     return best
 
 
-# ------------------------------------------------------------------ what has been measured
-
-
 @cache
 def load_findings() -> dict[str, Any]:
     """What has been measured, and the limits and words of "auto" that follow."""

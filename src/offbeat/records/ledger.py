@@ -7,8 +7,6 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 from offbeat.records.columns import Columns
 from offbeat.schedules.table import Kind
 
-_NO_LOSS = float("nan")
-
 Event = Kind | Literal["S", "A", "M"]
 """An action, or what happens to an average: it starts, has arrived, is merged."""
 
@@ -66,7 +64,7 @@ class Ledger(Columns[Entry]):
         loss: SupportsFloat | None = None,
         replica: int = 0,
     ) -> None:
-        number = _NO_LOSS if loss is None else float(loss)
+        number = math.nan if loss is None else float(loss)
         # An Entry would take longer to make than to store, and every action comes by here.
         self._append((ord(kind), stage, batch, version, start_s, end_s, number, replica))
 
@@ -84,18 +82,17 @@ class Ledger(Columns[Entry]):
     def _from_json(cls, words: Any) -> Entry:
         _refuse_odd(words)
         loss = words.get("loss")
-        return Entry(**words | {"loss": _NO_LOSS if loss is None else float(loss)})
+        return Entry(**words | {"loss": math.nan if loss is None else float(loss)})
 
     def chrome_trace(self) -> dict[str, Any]:
         """The run as a trace: save it as JSON and open it in Perfetto or chrome://tracing."""
         zero = min((entry.start_s for entry in self), default=0.0)
         events: list[dict[str, Any]] = []
-        lines = {}
+        lines: set[tuple[int, int]] = set()
         for entry in self:
             # An average under way overlaps its stage's work, so it has a line of its own.
-            average = entry.kind == "A"
-            line = entry.replica, entry.stage + (_AVERAGES if average else 0)
-            lines[line] = f"averages of stage {entry.stage}" if average else f"stage {entry.stage}"
+            line = entry.stage + (_AVERAGES if entry.kind == "A" else 0)
+            lines.add((entry.replica, line))
             loss = {} if math.isnan(entry.loss) else {"loss": entry.loss}
             events.append(
                 {
@@ -104,15 +101,15 @@ class Ledger(Columns[Entry]):
                     "ph": "X",
                     "ts": (entry.start_s - zero) * 1e6,
                     "dur": (entry.end_s - entry.start_s) * 1e6,
-                    "pid": line[0],
-                    "tid": line[1],
+                    "pid": entry.replica,
+                    "tid": line,
                     "args": {"version": entry.version} | loss,
                 }
             )
-        events += [
-            {"name": "thread_name", "ph": "M", "pid": r, "tid": line, "args": {"name": name}}
-            for (r, line), name in sorted(lines.items())
-        ]
+        for r, line in sorted(lines):
+            averages, stage = divmod(line, _AVERAGES)
+            told = {"name": f"averages of stage {stage}" if averages else f"stage {stage}"}
+            events.append({"name": "thread_name", "ph": "M", "pid": r, "tid": line, "args": told})
         events += [
             {"name": "process_name", "ph": "M", "pid": r, "args": {"name": f"replica {r}"}}
             for r in sorted({replica for replica, _ in lines})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.methods.base import require_count
 from offbeat.zoo.convnets import alexnet, digits_cnn, lenet5, vgg16
 from offbeat.zoo.data.sets import Data
 from offbeat.zoo.gpt import gpt
@@ -70,11 +71,7 @@ def _build(name: str) -> Build:
 def _check_network(name: str, build: Build, settings: dict[str, Any]) -> None:
     check_settings(f"network {name}", build, settings)
     for setting in ("classes", "channels"):
-        if settings.get(setting, 1) < 1:
-            raise ConfigurationError(
-                f"network {name}: {setting}={settings[setting]!r}: give a whole number of at least"
-                " 1."
-            )
+        require_count(f"network {name}: {setting}", settings.get(setting, 1))
     dropout = settings.get("dropout", 0)
     if not 0 <= dropout <= 1:
         raise ConfigurationError(f"network {name}: dropout={dropout!r}: give a share from 0 to 1.")

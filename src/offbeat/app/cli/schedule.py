@@ -120,11 +120,7 @@ def _readable(drawn: Timeline, columns: int) -> float:
     """As much time as a picture has room for: three steps, fewer if they have many parts."""
     lengths = [s.end - s.start for s in drawn.spans if s.action.kind != "U"]
     typical = median(lengths) if lengths else drawn.step_time
-    return min(3 * drawn.step_time, typical * columns / _LETTERS)
-
-
-_LETTERS = 6
-"""Room for the name of a typical action in a measured timeline."""
+    return min(3 * drawn.step_time, typical * columns / 6)  # letters, for its name
 
 
 def _refuse_given(context: typer.Context, but: tuple[str, ...]) -> None:

@@ -49,15 +49,9 @@ class Tokens:
         return len(self) // size if drop_last else -(-len(self) // size)
 
     def batch(
-        self,
-        size: int,
-        number: int,
-        *,
-        train: bool,
-        augment: bool,  # noqa: ARG002
-        seed: int,
-        epoch: int,
+        self, size: int, number: int, *, train: bool, augment: bool, seed: int, epoch: int
     ) -> Batch:
+        del augment  # nothing to crop or flip
         if train:
             step = epoch * self.count(size, train=True, drop_last=False) + number
             last = len(self.numbers) - self.context
