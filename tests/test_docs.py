@@ -242,7 +242,7 @@ def changed_by(diff: Block, root: Path = ROOT) -> Path:
     """The file that a page names last before a diff."""
     before = "\n".join(diff.page.read_text().splitlines()[: diff.line - 1])
     named = re.findall(r"\]\((?!http)([^)#\s]+)|`((?:src|tests)/[^`\s]+)`", before)
-    linked, path = named[-1]
+    linked, path = map(str, named[-1])
     return root / path if path else (root / "docs" / linked).resolve()
 
 

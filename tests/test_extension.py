@@ -53,8 +53,8 @@ def follow(page: Path, tree: Path) -> None:
         goes = re.search(r"goes into \[[^]]*\]\(\.\./([\w/.]+)\)", "\n".join(before[-4:]))
         if goes is not None:
             there = "".join(line for line in block.text.splitlines(True) if "already" not in line)
-            with (tree / goes[1]).open("a") as file:
-                file.write(there)
+            with (tree / goes[1]).open("a") as oracles:
+                oracles.write(there)
     for diff in blocks(page, "diff"):
         file, (old, new) = changed_by(diff, tree), two_sides(diff)
         text = file.read_text()

@@ -37,6 +37,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
     torch.manual_seed(experiment.seed)
     model = network_for(data, experiment.model.name, **experiment.model.settings)
     cuts: Any = [int(cut) if cut.isdigit() else cut for cut in experiment.cuts] or None
+    nonfinite: Any = experiment.nonfinite or (None if experiment.max_lag is None else "warn")
     return Trainer(
         model.to(device_of(experiment.device)),
         loss=data.loss,
@@ -51,7 +52,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         averaging=averaging_of(experiment),
         scheduler=scheduler_factory(experiment, experiment.epochs * steps_per_epoch),
         clip=experiment.clip,
-        guards=guards_of(experiment),
+        guards=nonfinite and Guards(nonfinite=nonfinite, max_lag=experiment.max_lag),
         seed=experiment.seed,
         autocast=torch.bfloat16 if experiment.autocast else None,
         engine=experiment.engine,  # type: ignore[arg-type]  # checked by the trainer
@@ -113,13 +114,6 @@ def averaging_of(experiment: Experiment) -> Averaging | None:
             " more (--replicas), or leave it out."
         )
     return None if choice is None else averaging_named(choice.name, **choice.settings)
-
-
-def guards_of(experiment: Experiment) -> Guards | None:
-    nonfinite, max_lag = experiment.nonfinite, experiment.max_lag
-    if nonfinite is None and max_lag is None:
-        return None
-    return Guards(nonfinite=nonfinite or "warn", max_lag=max_lag)  # type: ignore[arg-type]  # checked there
 
 
 def optimizer_factory(

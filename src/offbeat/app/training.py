@@ -41,10 +41,7 @@ def run_experiment(
     *,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Trains, stores everything in ``folder`` and returns the summary.
-
-    ``resume``: goes on from the newest checkpoint in the folder, if there is one.
-    """
+    """Trains, stores all in ``folder``, returns the summary; ``resume``: from its checkpoint."""
     data = data_of(experiment)
     loader = data.loader(
         experiment.batch_size,

@@ -82,7 +82,7 @@ def network_for(data: Data, name: str, /, **settings: Any) -> nn.Sequential:
 
     It is tried without memory or arithmetic first, so that a misfit is answered with words.
 
-    >>> from offbeat.zoo.data import data_named
+    >>> from offbeat.zoo import data_named
     >>> network_for(data_named("digits"), "mlp", hidden=[32])[1]
     Linear(in_features=64, out_features=32, bias=True)
     """

@@ -81,8 +81,8 @@ def read_costs(share: str | None, **texts: str) -> Costs:
     for name, text in texts.items():
         rule = f"a number, as in --{name} 2{more if name == 'backward' else ''}"
         numbers[name] = _read(f"--{name}", text, _number, rule)
-    if share is None:
-        return Costs(**numbers)
-    rule = "a number per stage, as in --share 2,1,1,1"
-    shares = _read("--share", share, lambda text: tuple(map(_number, text.split(","))), rule)
+    shares: tuple[float, ...] = ()
+    if share is not None:
+        rule = "a number per stage, as in --share 2,1,1,1"
+        shares = _read("--share", share, lambda text: tuple(map(_number, text.split(","))), rule)
     return Costs(**numbers, share=shares)

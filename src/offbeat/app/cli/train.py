@@ -44,8 +44,9 @@ def with_settings(command: _Command) -> _Command:
 
 
 def _option(setting: Field[Any]) -> Parameter:
-    flag, kind, default = setting.name.replace("_", "-"), setting.type, setting.default
+    flag, default = setting.name.replace("_", "-"), setting.default
     text: str = setting.metadata["help"]
+    kind: Any = setting.type
     given: Any = bool
     if kind is bool:
         option = typer.Option(f"--{flag}/--no-{flag}", help=text, show_default=False)
@@ -59,13 +60,8 @@ def _option(setting: Field[Any]) -> Parameter:
     return Parameter(setting.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
-    """What the file says, overruled by the flags that were given."""
-    where = "" if config is None else f" in {config}"
-    return Experiment.read(given_settings(config, flags), where)
-
-
 def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """What the file says, overruled by the flags that were given."""
     values: dict[str, Any] = {} if config is None else Experiment.from_toml(config)
     return values | {k: v for k, v in flags.items() if v is not None and v != []}
 
@@ -93,7 +89,8 @@ def train(
     **flags: Any,
 ) -> None:
     """Train a network of the zoo by any method, alone or under torchrun, and store the run."""
-    experiment = read_experiment(config, flags)
+    given = given_settings(config, flags)
+    experiment = Experiment.read(given, "" if config is None else f" in {config}")
     if resume and out is None:
         raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
     moment = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -101,7 +98,7 @@ def train(
     folder = Path(usual if out is None else out)
     first_process = os.environ.get("RANK", "0") == "0"
     if resume and not (folder / CONFIG).exists():
-        if not given_settings(config, flags):
+        if not given:
             raise ConfigurationError(
                 f"{folder} holds no run to go on with: give the folder of one with --out, or the"
                 " settings of a new one."
@@ -109,7 +106,7 @@ def train(
         if first_process:
             typer.echo(f"no run in {folder}: starting one")
     if resume and (folder / CONFIG).exists():
-        experiment = stored_experiment(folder, given_settings(config, flags))
+        experiment = stored_experiment(folder, given)
         if Run.load(folder).summary.get("status") == "finished":
             typer.echo(f"{folder} is finished already")
             return

@@ -2,8 +2,7 @@
 
 A download is written aside, checked and renamed, so the cache never holds half a file. Published
 sizes and checksums are demanded of every file that bears the published name, wherever it lies. Only
-where copies that someone packed again are common (``repacked``) is another size taken. Formats
-check themselves on top of that.
+where copies that someone packed again are common (``repacked``) is another size taken.
 """
 
 import hashlib

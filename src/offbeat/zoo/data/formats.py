@@ -97,10 +97,7 @@ def _read_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 
 def read_cifar(path: Path) -> tuple[Part, Part]:
-    """The training and the test part of a folder or an archive of either kind.
-
-    The binary batches (``data_batch_1.bin``) or the Python ones (``data_batch_1``).
-    """
+    """The training and the test part, of a folder or an archive of binary or Python batches."""
     found: dict[str, Part] = {}
     for name, raw in _members(path):
         place = path / name if path.is_dir() else path
