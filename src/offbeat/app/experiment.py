@@ -5,7 +5,7 @@ Nothing here imports torch, so that ``offbeat train --help`` answers at once.
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import chain
@@ -26,8 +26,6 @@ Role = Literal["recipe", "run", "machine", "upkeep"]
 ``machine``  where it runs and what is watched: a study reads a finished run whatever it says;
 ``upkeep``   what is stored and where: the same, and it may change when a run goes on.
 """
-
-_LARGEST = 3e38
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -165,9 +163,9 @@ class Experiment:
             value, least = getattr(self, each.name), each.metadata["least"]
             if None not in (value, least) and value < least:
                 raise ConfigurationError(f"{each.name}={value}: give at least {least}.")
-            if each.type is float and not abs(value) <= _LARGEST:
+            if each.type is float and not abs(value) <= 3e38:
                 raise ConfigurationError(
-                    f"{each.name}={value}: give a number that float32 can hold, below {_LARGEST:g}."
+                    f"{each.name}={value}: give a number that float32 can hold, below 3e+38."
                 )
             if get_origin(each.type) is Literal and value not in get_args(each.type):
                 raise unknown(each.name, value, get_args(each.type))
@@ -207,17 +205,6 @@ def names_of(*roles: Role) -> tuple[str, ...]:
     return tuple(f.name for f in fields(Experiment) if f.metadata["role"] in roles)
 
 
-def _number(text: str) -> float:
-    number = float(text)
-    if number != number:
-        raise ValueError
-    return number
-
-
-_READERS: dict[Any, Callable[[str], Any]] = {int: int, float: _number}
-"""Of text; everything else is text itself."""
-
-
 def _typed(kind: Any, value: Any, name: str) -> Any:
     """A value as its field holds it; text from the command line is read."""
     if isinstance(kind, UnionType):
@@ -233,12 +220,12 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
             return tuple(Choice.read(part, name) for part in chain(*parts))
         if get_origin(kind) is tuple and not isinstance(value, Mapping):
             texts = value.split(",") if isinstance(value, str) else map(str, value)
-            read = _READERS.get(get_args(kind)[0], str)
+            read, _ = get_args(kind)
             return tuple(read(text.strip()) for text in texts if text.strip())
         if kind is bool and isinstance(value, bool):
             return value
-        if kind in _READERS:
-            return _READERS[kind](str(value))
+        if kind in (int, float):
+            return kind(str(value))
         if get_origin(kind) is Literal or kind is str:
             return str(value)
     except ConfigurationError:

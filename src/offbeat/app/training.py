@@ -22,9 +22,6 @@ from offbeat.methods.auto import shown_on
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, Loader
 
-_LEDGER_ENTRIES = 4000
-"""Kept of a run's ledger for its timeline; lags and waits are counted over the whole run."""
-
 
 def check_experiment(experiment: Experiment) -> None:
     """Refuses what could not be trained, without training it."""
@@ -89,7 +86,7 @@ def run_experiment(
         torch.save(state, writer.folder / MODEL)
         if len(readings):
             readings.save(writer.folder / READINGS)
-        writer.finish(summary, ledger.tail(_LEDGER_ENTRIES))
+        writer.finish(summary, ledger.tail(4000))  # for a timeline; the summary has all counted
     return summary
 
 
@@ -176,10 +173,6 @@ class _Training:
             watcher.evaluated(self.trainer, self.progress)
 
 
-_PATIENCE = 3
-"""Interrupts after which a run ends at once: a terminal and torchrun each send one of their own."""
-
-
 @contextmanager
 def _counting_interrupts() -> Iterator[Callable[[], bool]]:
     """Ctrl-C or SIGTERM asks a run to stop after a step; asked often enough it ends where it is."""
@@ -194,7 +187,7 @@ def _counting_interrupts() -> Iterator[Callable[[], bool]]:
                 " more stops at once and keeps nothing that is not saved yet",
                 file=sys.stderr,
             )
-        if count == _PATIENCE:
+        if count == 3:  # not 2: a terminal and torchrun each send one of their own
             raise KeyboardInterrupt
 
     try:

@@ -41,10 +41,6 @@ class Entry(NamedTuple):
     replica: int = 0
 
 
-_MOST = {"stage": 1 << 16, "replica": 1 << 16, "batch": 1 << 62, "version": 1 << 62}
-"""What a column holds, and a picture can show."""
-
-
 class Ledger(Columns[Entry]):
     """Every action of a run, in the order in which the actions ended."""
 
@@ -182,9 +178,10 @@ def _refuse_odd(words: Any) -> None:
         raise ValueError(f"{words!r} has no names")
     if words.get("kind") not in NAMES:
         raise ValueError(f"kind is {words.get('kind')!r}")
-    for name, most in _MOST.items():
+    for name in ("stage", "replica", "batch", "version"):
         number = words.get(name, 0)
-        if type(number) is not int or not 0 <= number < most:
+        bits = 16 if name in ("stage", "replica") else 62  # what a picture shows, a column holds
+        if type(number) is not int or not 0 <= number < 1 << bits:
             raise ValueError(f"{name} is {number!r}")
     for name in ("start_s", "end_s"):
         moment = words.get(name)

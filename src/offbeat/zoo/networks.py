@@ -20,10 +20,6 @@ from offbeat.zoo.settings import check_settings, plain_name
 
 Build = Callable[..., nn.Sequential]
 
-_PAPER_DEPTHS = (20, 32, 44, 56, 98, 110, 164, 224, 362)
-
-_OF_IMAGENET = ("50", "152")  # 6n+2 too, but these names mean other networks
-
 NETWORKS: dict[str, Build] = {
     "digits-cnn": digits_cnn,
     "mlp": mlp,
@@ -31,7 +27,7 @@ NETWORKS: dict[str, Build] = {
     "alexnet": alexnet,
     "vgg16": vgg16,
     "resnet18": resnet18,
-    **{f"resnet{depth}": partial(resnet, depth) for depth in _PAPER_DEPTHS},
+    **{f"resnet{n}": partial(resnet, n) for n in (20, 32, 44, 56, 98, 110, 164, 224, 362)},
     "wrn28-10": wrn28_10,
     "gpt": gpt,
 }
@@ -63,7 +59,8 @@ def _build(name: str) -> Build:
         if wanted == plain_name(known):
             return build
     depth = re.fullmatch(r"resnet(\d+)", wanted)
-    if depth is not None and (int(depth[1]) - 2) % 6 == 0 and depth[1] not in _OF_IMAGENET:
+    imagenet = ("resnet50", "resnet152")  # 6n+2 too, but these names mean other networks
+    if depth is not None and (int(depth[1]) - 2) % 6 == 0 and wanted not in imagenet:
         return partial(resnet, int(depth[1]))
     raise unknown("network", name, NETWORKS)
 

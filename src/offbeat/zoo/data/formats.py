@@ -66,9 +66,6 @@ def _part(pixels: NDArray[Any], labels: NDArray[Any], place: Path) -> Part:
     return torch.tensor(pixels), torch.tensor(labels, dtype=torch.int64)
 
 
-# ------------------------------------------------------------------ IDX
-
-
 def read_idx(images: Path, labels: Path) -> Part:
     """A part in LeCun's format, gzipped or not."""
     pixels, classes = _read_array(images, 3), _read_array(labels, 1)
@@ -91,9 +88,6 @@ def _read_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     if len(raw) != expected:
         raise damaged(path, f"{len(raw):,} bytes unpacked instead of {expected:,}")
     return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)
-
-
-# ------------------------------------------------------------------ CIFAR
 
 
 def read_cifar(path: Path) -> tuple[Part, Part]:
@@ -169,9 +163,6 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) == ("numpy", "dtype"):
             return lambda kind, *_: np.dtype(kind.decode() if isinstance(kind, bytes) else kind)
         raise ConfigurationError(f"it asks to run {module}.{name}, and batches hold arrays alone")
-
-
-# ------------------------------------------------------------------ a folder of pictures
 
 
 def read_folder(
