@@ -23,7 +23,7 @@ from test_docs import ADD, CHOOSE, README, ROOT, blocks, by_name, changed_by, tw
 PAGES = sorted((ROOT / "docs").glob("add-*.md"))
 LISTS = (
     "table_of or has_an_oracle or has_a_row or names_every or every_way or in_the_lists"
-    " or (session and (methods or corrections))"
+    " or (session and corrections)"
 )
 """Tests that look at a whole list: what has joined it is in the tables and has an oracle."""
 UNNAMED = {
@@ -78,12 +78,12 @@ def write_and_paste() -> None:
         table = str(caught.value).partition("\n")[2]
         old = test_docs.table_after(page, table.partition("\n")[0])
         page.write_text(page.read_text().replace(old, table))
-    for session in test_docs.sessions(README):
-        if session.command in ("offbeat methods", "offbeat corrections"):
+    for session in test_docs.SESSIONS:
+        if session.command == "offbeat corrections":
             with contextlib.redirect_stdout(io.StringIO()) as shown:
                 test_docs.carry_out(session)
-            text = README.read_text()
-            README.write_text(text.replace(session.printed, shown.getvalue()))
+            text = session.page.read_text()
+            session.page.write_text(text.replace(session.printed, shown.getvalue()))
 
 
 # ------------------------------------------------------------------ in a copy
