@@ -18,7 +18,7 @@ from offbeat.app.experiment import Experiment
 from offbeat.app.progress import Progress, Recorder, Saver, Watcher
 from offbeat.app.results import describe_run, summarize_run
 from offbeat.app.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
-from offbeat.methods.auto import shown_on
+from offbeat.methods.auto import show_on
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, Loader
 
@@ -26,7 +26,7 @@ from offbeat.zoo import Data, Loader
 def check_experiment(experiment: Experiment) -> None:
     """Refuses what could not be trained, without training it."""
     data = data_of(experiment)
-    with shown_on(StringIO()):  # to nobody: "auto" explains itself when it runs
+    with show_on(StringIO()):  # to nobody: "auto" explains itself when it runs
         trainer = build(experiment, data, 1)
     check_batches(experiment, data, trainer)
 
@@ -47,7 +47,7 @@ def run_experiment(
         augment=experiment.augment,
         drop_last=experiment.drop_last,
     )
-    with shown_on(sys.stdout):
+    with show_on(sys.stdout):
         trainer = build(experiment, data, len(loader))
     check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
@@ -67,7 +67,7 @@ def run_experiment(
     try:
         for watcher in shown:
             watcher.begin(trainer, progress)
-        with _counting_interrupts() as interrupted:
+        with _count_interrupts() as interrupted:
             status = training.run(interrupted)
         saver.finish(trainer)
     finally:
@@ -174,7 +174,7 @@ class _Training:
 
 
 @contextmanager
-def _counting_interrupts() -> Iterator[Callable[[], bool]]:
+def _count_interrupts() -> Iterator[Callable[[], bool]]:
     """Ctrl-C or SIGTERM asks a run to stop after a step; asked often enough it ends where it is."""
     count = 0
 

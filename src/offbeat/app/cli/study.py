@@ -25,8 +25,8 @@ def read_study(
 ) -> dict[str, Experiment]:
     """The runs of a study, by name. ``own``: the flags that a run has not."""
     given = given_settings(config, flags | own)
-    methods = _listed(given.pop("methods", DEFAULT_METHODS))
-    counts = _listed(given.pop("stage_counts", "2,4"), also=",")
+    methods = _split_list(given.pop("methods", DEFAULT_METHODS))
+    counts = _split_list(given.pop("stage_counts", "2,4"), also=",")
     seeds = read_count("--seeds", str(given.pop("seeds", 3)))
     for name, option in ((f.name, f.metadata["study"]) for f in fields(Experiment)):
         if option and name in given:
@@ -44,7 +44,7 @@ def read_study(
     return plan(base, methods, stages, seeds)
 
 
-def _listed(value: Any, also: str = " ") -> list[str]:
+def _split_list(value: Any, also: str = " ") -> list[str]:
     """The parts of a text, or of a list of a TOML file; no blanks around the plus of one."""
     texts = value if isinstance(value, list) else [value]
     whole = " ".join(re.sub(r"\s*\+\s*", "+", str(text)) for text in texts)

@@ -39,7 +39,7 @@ _CIFAR_MD5 = {  # of the Python batches, as published
 }
 
 
-def unpacked(path: Path, member: str | None = None) -> bytes:
+def unpack(path: Path, member: str | None = None) -> bytes:
     """What a file holds, whether plain or packed by gzip, xz or zip (``member``: which part)."""
     try:
         raw = path.read_bytes()
@@ -75,7 +75,7 @@ def read_idx(images: Path, labels: Path) -> Part:
 
 
 def _read_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    raw = unpacked(path)
+    raw = unpack(path)
     head = 4 + 4 * dimensions
     if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) < head:
         raise damaged(
