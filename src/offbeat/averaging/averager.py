@@ -1,4 +1,4 @@
-"""One engine for every averaging: starts averages of a stage's weights and merges them later."""
+"""One averager for every averaging: it starts averages of weights and merges them later."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -67,8 +67,6 @@ class Averager:
         self._local_from = averaging.warmup
         """The version of the weights from which local steps are counted."""
 
-    # ---------------------------------------------------------------- what is to be done
-
     def before_update(self) -> list[Task]:
         """What must happen between a backward and its update."""
         if not self._trainable:
@@ -114,8 +112,6 @@ class Averager:
     def _key(self, task: Task) -> Key:
         return Key(task.what, self._stage.index, task.number, source=task.fragment)
 
-    # ---------------------------------------------------------------- doing it
-
     def carry_out(self, task: Task) -> None:
         if task.kind == "S":
             self._start(task)
@@ -150,8 +146,6 @@ class Averager:
         self._ledger.record(
             kind, stage.index, task.number, stage.version, start, end, replica=stage.replica
         )
-
-    # ---------------------------------------------------------------- ending a round early
 
     def pending(self) -> list[Key]:
         """Averages that are under way."""

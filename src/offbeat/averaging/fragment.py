@@ -26,8 +26,6 @@ class Departure(NamedTuple):
 
 
 class Fragment:
-    """Starts and merges the averages of some parameters."""
-
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
+from offbeat.engines.board import SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup
@@ -26,16 +27,6 @@ from offbeat.stages.memory import StageMemory
 from offbeat.transport.base import Transport
 
 
-class Notes(Protocol):
-    """How threads of several processes agree on facts."""
-
-    def tell(self, name: str, value: Any) -> None: ...
-
-    def hear(
-        self, name: str, ranks: Sequence[int] | None, given_up: Callable[[], bool]
-    ) -> list[Any]: ...
-
-
 class OwnNotes:
     """The notes of a process that is alone."""
 
@@ -47,6 +38,10 @@ class OwnNotes:
 
     def hear(self, name: str, _ranks: Sequence[int] | None, _given_up: Any) -> list[Any]:
         return [self._told[name]]
+
+
+Notes = OwnNotes | SharedNotes
+"""How threads of several processes agree on facts."""
 
 
 class Engine(ABC):
@@ -75,6 +70,8 @@ class Engine(ABC):
         """One for each replica of this process."""
         self.workers: list[Worker] = []
         self.ledger = Ledger()
+        self.record: Callable[..., None] = self.ledger.record
+        """Writes down what a worker did."""
         self.readings = Readings()
         self.updates = Updates()
         self.questions = 0
@@ -95,11 +92,6 @@ class Engine(ABC):
     def mesh(self) -> DeviceMesh | None:
         """The processes as a grid, "replica" times "stage"; None in one process."""
         return None
-
-    @property
-    def record(self) -> Callable[..., None]:
-        """Writes down what a worker did."""
-        return self.ledger.record
 
     @property
     def own_ledger(self) -> Ledger:

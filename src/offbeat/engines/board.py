@@ -34,7 +34,7 @@ _GIVEN_UP = (
 )
 
 
-class Notes:
+class SharedNotes:
     """Facts told and heard over a connection of its own: nobody waits for one who has died.
 
     For threads beside the worker's, and for moments at which another process may well be dying.
@@ -188,8 +188,8 @@ class Board:
 
         return _answer(say)
 
-    def notes(self) -> Notes:
-        return Notes(self._store, self._rank, self._size, self._row, self._gone)
+    def notes(self) -> SharedNotes:
+        return SharedNotes(self._store, self._rank, self._size, self._row, self._gone)
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.

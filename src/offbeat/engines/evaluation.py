@@ -13,7 +13,7 @@ from offbeat import nest
 from offbeat.engines.feed import check_devices, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
-from offbeat.stages.stage import Loss, precision
+from offbeat.stages.network import Loss, precision
 from offbeat.stages.trial import call, keep_modes
 
 if TYPE_CHECKING:

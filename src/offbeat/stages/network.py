@@ -66,8 +66,6 @@ class Network:
         self.habits.inspected = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
-    # ---------------------------------------------------------------- forward
-
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
     ) -> tuple[Nest, Tensor | None]:
@@ -160,8 +158,6 @@ class Network:
         """Runs the module alone with these weights and buffers: for evaluation."""
         with torch.no_grad(), precision(self.device, self._autocast):
             return nest.replace(functional_call(self.module, state, (given,)), without_holes)
-
-    # ---------------------------------------------------------------- between stages
 
     def _outgoing(self, output: Nest, given: Nest) -> Nest:
         """Detached tensors for the next stage, marked where a gradient should come back."""

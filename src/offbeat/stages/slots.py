@@ -23,7 +23,7 @@ from offbeat import nest
 from offbeat.errors import StageError
 from offbeat.nest import Nest
 from offbeat.stages.flight import Work
-from offbeat.stages.gathered import GatheredGradients, copy_all, tensors_of
+from offbeat.stages.gathered import GatheredGradients, copy_all, without_none
 from offbeat.stages.lanes import Instant, Lane, Pool, Recording
 from offbeat.stages.network import Network
 from offbeat.stages.runner import copied_into
@@ -145,18 +145,15 @@ class Slot:
         for (parameter, _), gradient in zip(places, of_weights, strict=True):
             if gradient is None:
                 raise uneven(network, parameter)
-        copy_all((place for _, place in places), tensors_of(of_weights))
+        copy_all((place for _, place in places), without_none(of_weights))
         of_inputs = iter(found)
         return [next(of_inputs) if tensor.requires_grad else None for tensor in work.inputs]
-
-    # ---------------------------------------------------------------- between replays
 
     def fill(self, given: Nest, target: Nest, weights: Sequence[Tensor] | None) -> None:
         """Copies a batch to where the recordings read it, and the weights that it is lent."""
         if self._lent is not None:
             copy_all(self._lent, self._network.trainable if weights is None else weights)
-        _copy(self.given, given)
-        _copy(self.target, target)
+        copy_all(nest.tensors([self.given, self.target]), nest.tensors([given, target]))
 
     def take(self, gradients: Sequence[Tensor | None]) -> None:
         """Puts the gradients that arrived where the recording reads them; most are there."""
@@ -196,7 +193,7 @@ def uneven(network: Network, parameter: nn.Parameter) -> StageError:
     )
 
 
-def delivered(
+def deliver(
     gradients: Sequence[Tensor | None], places: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients in the memory of the slot that awaits them, or else in memory of their own."""
@@ -204,8 +201,3 @@ def delivered(
         None if gradient is None else gradient.clone() if place is None else place.copy_(gradient)
         for place, gradient in zip(places, gradients, strict=True)
     ]
-
-
-def _copy(places: Nest, values: Nest) -> None:
-    for place, value in zip(nest.tensors(places), nest.tensors(values), strict=True):
-        place.copy_(value.detach())
