@@ -66,7 +66,8 @@ def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
 
 def _check_rows(tensors: Sequence[Tensor], parts: int, pipeline: "Pipeline") -> None:
     """Whether a batch can be split into micro-batches; tensors of x and y are split alike."""
-    rows = rows_of(tensors)
+    sizes = [tensor.size(0) if tensor.dim() else 1 for tensor in tensors]
+    rows = sizes[0]
     if rows < parts:
         by_auto = pipeline.setup.course.plan is not None
         instead = f"method=Auto(batch={rows})" if by_auto else "lower accumulate or micro_batches"
@@ -74,7 +75,7 @@ def _check_rows(tensors: Sequence[Tensor], parts: int, pipeline: "Pipeline") -> 
             f"a batch of {rows} rows cannot make {parts} micro-batches for {pipeline.method}: give"
             f" at least {parts} rows, or {instead}. The batch was not started."
         )
-    uneven = {t.size(0) if t.dim() else 0 for t in tensors} - {rows}
+    uneven = set(sizes) - {rows}
     if parts > 1 and uneven:
         raise BatchError(
             f"x has {rows} rows and another tensor of the batch {min(uneven)}: to split a batch"

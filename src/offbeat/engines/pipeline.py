@@ -186,17 +186,14 @@ class Pipeline:
 
         Of several replicas in this process it is the mean.
         """
-        numbers = self.position.awaited.popleft()
-        losses: dict[int, Tensor] = {}
+        numbers, last = self.position.awaited.popleft(), self.cut.stages - 1
+        losses: list[Tensor] = []
         for worker in self.engine.workers:
-            if worker.stage.index not in self.engine.placement.listeners:
-                continue
-            last = self.cut.stages - 1
-            keys = [Key("loss", worker.stage.index, n, last) for n in numbers]
-            terms = [worker.transport.receive(key) for key in keys]
-            loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-            losses[worker.stage.replica] = loss
-        return mean_of(list(losses.values()))
+            if worker.stage.index in self.engine.placement.listeners:
+                keys = [Key("loss", worker.stage.index, n, last) for n in numbers]
+                terms = [worker.transport.receive(key) for key in keys]
+                losses.append(terms[0] if len(terms) == 1 else torch.stack(terms).sum())
+        return losses[0] if len(losses) == 1 else mean_of(losses)
 
     # ---------------------------------------------------------------- weights
 

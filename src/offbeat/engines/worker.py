@@ -147,7 +147,8 @@ class Worker:
             for stage in self._listeners:
                 self.transport.send(Key("loss", stage, batch, self._index), term)
         self._record("F", batch, read, start, end, loss)
-        self.guard.forwarded(batch, read, loss)
+        if loss is not None:
+            self.guard.look_at(loss, batch, read)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch

@@ -135,9 +135,9 @@ class Guard:
         if self.agrees and not self._copies:
             self._keep_copy()
 
-    def forwarded(self, batch: int, version: int, loss: Tensor | None) -> None:
+    def look_at(self, loss: Tensor, batch: int, version: int) -> None:
         # Without guards nobody waits for a number that is still on a GPU.
-        if loss is not None and (self.looks or loss.device.type == "cpu"):
+        if self.looks or loss.device.type == "cpu":
             number = float(loss)
             if not math.isfinite(number):
                 self._meet_loss(batch, version, number)

@@ -81,7 +81,7 @@ class Network:
         """
         random = nullcontext() if batch is None else seeded(self.seed_of(batch), self.device)
         with random, precision(self.device, self._autocast):
-            output = self._call(given)
+            output = self._call(given, work.inputs or nest.tensors(given))
             if not isinstance(output, Tensor):
                 self._refuse_hidden_tensors(output)
             return output, self._compute_loss(output, work.target)
@@ -118,16 +118,16 @@ class Network:
     def seed_of(self, batch: int) -> int:
         return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
 
-    def _call(self, given: Nest) -> Nest:
+    def _call(self, given: Nest, inputs: Sequence[Tensor]) -> Nest:
         """Calls the module so that a layer that writes in place spoils nobody's tensor.
 
         The first call works on a copy and looks whether the module wrote into it; only modules that
-        do go on paying for a copy.
+        do go on paying for a copy. ``inputs``: the tensors of what is ``given``.
         """
         passed = given
         if self.habits.inputs_changed is not False:
             passed = nest.replace(given, lambda t: t.clone())
-        inputs = nest.tensors(passed)
+            inputs = nest.tensors(passed)
         before = [tensor._version for tensor in inputs]
         # Compiled code would hide its operations from the inspection of a first graph.
         inspected = self.rule in (None, "recompute") or self.habits.inspected
