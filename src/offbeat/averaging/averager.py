@@ -234,7 +234,6 @@ def _take_gradients(parameters: Sequence[nn.Parameter], codec: Codec, gathered: 
     """The mean of all replicas' gradients; none where no replica has one."""
     mean = mean_of([codec.decode(parts[:-1]) for parts in gathered.parts], gathered.replicas)
     present = mean_of([parts[-1] for parts in gathered.parts], gathered.replicas).tolist()
-    for parameter, gradient, some in zip(
-        parameters, unflatten(mean, parameters), present, strict=True
-    ):
+    gradients = unflatten(mean, parameters)
+    for parameter, gradient, some in zip(parameters, gradients, present, strict=True):
         parameter.grad = gradient if some else None

@@ -58,6 +58,10 @@ class Engine(ABC):
     """What the times of the ledger are read from."""
     runs_in_turn = False
     """Whether stages run one at a time, so that without lag all can write one memory."""
+    membership: Membership | None = None
+    """How this process and those of other replicas go on without one that dies, if they do."""
+    returning = False
+    """Whether this process's replica has come back and has not joined the others yet."""
     joined_at = 0
     """The last step at which a replica came back."""
     way_on = "Go on from a state with load_state_dict(), or build a new Trainer."
@@ -178,14 +182,6 @@ class Engine(ABC):
     def notes(self) -> Notes:
         """For a thread that has to agree with its like in the other processes."""
         return OwnNotes()
-
-    # ---------------------------------------------------------------- coming back
-
-    returning = False
-    """Whether this process's replica has come back and has not joined the others yet."""
-
-    membership: Membership | None = None
-    """How this process and those of other replicas go on without one that dies, if they do."""
 
     # ---------------------------------------------------------------- ending
 

@@ -176,10 +176,9 @@ class Pipeline:
         due = [stage for stage in stages if stage.corrector.due(stage.version)]
         with self.engine.between_steps() if due else nullcontext():
             for stage in due:
+                where = stage.index, stage.replica, stage.version
                 for what, value in stage.corrector.readings(stage.version):
-                    self.engine.readings.record(
-                        what, stage.index, stage.replica, stage.version, value
-                    )
+                    self.engine.readings.record(what, *where, value)
 
     def _take_loss(self) -> Tensor:
         """The oldest loss not handed out yet; every process is told, and all are told the same.

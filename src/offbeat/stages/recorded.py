@@ -190,7 +190,7 @@ class Recorded:
             self.lane.seed(self._stage.network.seed_of(flight.batch))
         slot.backward.replay()
         self._stage.flights.land(flight.batch)
-        self.gathered.add(self._where_to_record)
+        self.gathered.add(self.back if self.records else None)
         sent = deliver(slot.sent, note.places)
         slot.landed = self._mark(self.back)
         self.free[slot.kind].append(slot)
@@ -297,14 +297,10 @@ class Recorded:
             if (place is None) != (gradient is None):
                 raise uneven(self._stage.network, parameter)
         copy_all(without_none(newest), without_none(found))
-        self.gathered.add(self._where_to_record)
+        self.gathered.add(self.back if self.records else None)
         return sent
 
     # ---------------------------------------------------------------- gradients and the update
-
-    @property
-    def _where_to_record(self) -> Lane | None:
-        return self.back if self.records else None
 
     def show_gradients(self) -> None:
         if self._static:
