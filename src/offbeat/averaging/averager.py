@@ -10,7 +10,7 @@ from torch.optim import SparseAdam
 
 from offbeat.averaging.base import Averaging
 from offbeat.averaging.compression import Codec, codec_for
-from offbeat.averaging.flat import dtype_of, flatten, mean_of, unflatten
+from offbeat.averaging.flat import dtype_of, flatten, ordered_mean, unflatten
 from offbeat.averaging.fragment import Fragment
 from offbeat.errors import ConfigurationError
 from offbeat.records.ledger import Ledger
@@ -232,8 +232,8 @@ def _gradients_of(parameters: Sequence[nn.Parameter], codec: Codec) -> list[Tens
 
 def _take_gradients(parameters: Sequence[nn.Parameter], codec: Codec, gathered: Gathered) -> None:
     """The mean of all replicas' gradients; none where no replica has one."""
-    mean = mean_of([codec.decode(parts[:-1]) for parts in gathered.parts], gathered.replicas)
-    present = mean_of([parts[-1] for parts in gathered.parts], gathered.replicas).tolist()
+    mean = ordered_mean([codec.decode(parts[:-1]) for parts in gathered.parts], gathered.replicas)
+    present = ordered_mean([parts[-1] for parts in gathered.parts], gathered.replicas).tolist()
     gradients = unflatten(mean, parameters)
     for parameter, gradient, some in zip(parameters, gradients, present, strict=True):
         parameter.grad = gradient if some else None

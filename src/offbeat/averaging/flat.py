@@ -35,7 +35,7 @@ def write(vector: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(values)
 
 
-def mean_of(vectors: Sequence[Tensor], replicas: int) -> Tensor:
+def ordered_mean(vectors: Sequence[Tensor], replicas: int) -> Tensor:
     """Summed one after the other: the same bits wherever it is computed."""
     if len(vectors) == 1:
         return vectors[0] / replicas

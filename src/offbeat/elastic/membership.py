@@ -37,7 +37,7 @@ from offbeat.transport.mailbox import Mailbox
 
 _PAUSE_S = 0.05
 _CONNECTING_S = 15.0
-"""Both sides are at it, so this is long."""
+"""Both sides are connecting already, so this is ample."""
 
 
 def _connect(store: Store, number: int, stage: int, survivor: int, *, returning: bool) -> Pair:

@@ -65,7 +65,8 @@ class SharedNotes:
             time.sleep(_PAUSE_S)
             missing = self._missing(keys)
         if self._row is not None:
-            # What is left of a dying replica may still speak: the first who concludes does for all.
+            # A dying replica's other processes may still tell theirs, so that some would hear it
+            # and some not: who was missing is decided by the first process that concludes.
             words = self._store.compare_set(f"notes/{name}/missing", "", json.dumps(missing))
             missing = json.loads(words)
         return self._values(keys, missing)

@@ -22,7 +22,7 @@ _QUEUES = 8
 _UNSETTLED = 8192
 """Entries of which the times are still on the GPU, before the oldest are asked for."""
 _AT_ONCE = 256
-"""So many of them: what takes the CPU longer than the GPU has work queued leaves it idle."""
+"""How many are asked for together: reading more takes longer than the GPU's queue lasts."""
 
 
 class Streams(Engine):

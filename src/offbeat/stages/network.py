@@ -47,7 +47,7 @@ class Network:
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.of_model = sum(p.requires_grad for p in module.parameters())
-        """So many of these, the first, are the model's; the rest is the head's."""
+        """How many of these, from the first on, are the model's; the rest are the head's."""
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
         self._compiled = Compiled(index, module) if compile else module

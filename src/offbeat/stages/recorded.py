@@ -176,7 +176,7 @@ class Recorded:
         note: _Note = flight.note
         slot = note.slot
         if slot is None:
-            # Autograd goes back where it went forward.
+            # Autograd runs a backward in the stream of its forward.
             self.lane.wait(self.back.now())
             with self.lane.entered():
                 sent = deliver(self._backward_unrecorded(flight, gradients), note.places)
@@ -350,7 +350,7 @@ class Recorded:
     def restoring(self) -> Iterator[None]:
         self._forget_recordings()  # gradients will lie elsewhere
         self.lane.wait_for_caller()
-        with self.lane.entered():  # autograd goes back where it went forward
+        with self.lane.entered():  # autograd runs a backward in the stream of its forward
             yield
         self.lane.caller_waits()
         for flight in self._stage.flights.in_air.values():

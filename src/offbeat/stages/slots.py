@@ -90,9 +90,8 @@ class Slot:
     def record(self, lane: Lane, pool: Pool, arriving: Sequence[bool]) -> None:
         """``arriving``: of every output, whether a gradient comes back; empty where none does.
 
-        ``pool``: what a backward needs only for itself lies where the other slots' have theirs.
-
-        What a forward leaves behind is the slot's own until its backward.
+        ``pool``: memory that the backwards of all slots use in turn, for what they need only while
+        they run. What a forward leaves behind is the slot's own until its backward.
         """
         self.forward, (self.output, self.loss) = lane.record(self.run_forward)
         outputs = nest.tensors(self.output)
