@@ -15,9 +15,6 @@ from offbeat.app.progress import METRICS_EVERY, Progress
 from offbeat.errors import MissingExtra
 from offbeat.trainer import Trainer
 
-_PAUSE_S = 0.5
-"""Between two drawings."""
-
 
 class Lines:
     """One line per evaluation, for logs and pipes."""
@@ -71,7 +68,7 @@ class Screen:
         self._draw(trainer, progress)
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
-        if time.perf_counter() - self._drawn > _PAUSE_S:
+        if time.perf_counter() - self._drawn > 0.5:
             self._draw(trainer, progress)
 
     def evaluated(self, trainer: Trainer, progress: Progress) -> None:
