@@ -90,8 +90,8 @@ def test_without_a_seed_in_common_means_are_compared_and_it_is_said(tmp_path: Pa
     assert gaps["adl-2"] == gaps["adl-3"] == "-2.0 to the mean"
     assert (
         "adl, 4 stages: not every seed has a synchronous run, so means are compared:"
-        " 90.0 \N{PLUS-MINUS SIGN} 1.4 over seeds 2, 3 with 92.0 \N{PLUS-MINUS SIGN} 2.8 over"
-        " 0, 1; part of that is chance."
+        " 90.0 \N{PLUS-MINUS SIGN} 1.4 (seeds 2, 3) with 92.0 \N{PLUS-MINUS SIGN} 2.8"
+        " (seeds 0, 1); part of that is chance."
     ) in words
 
 
@@ -101,7 +101,7 @@ def test_a_seed_that_only_one_method_has_is_compared_by_means(tmp_path: Path) ->
     gaps, words = compared(plain, *late)
     assert gaps["adl-0"] == "-1.0 to synchronous-0"
     assert gaps["adl-5"] == "+4.0 to the mean"
-    assert "94.0 \N{PLUS-MINUS SIGN} 7.1 over seeds 0, 5 with 90.0 over 0; part" in words
+    assert "94.0 \N{PLUS-MINUS SIGN} 7.1 (seeds 0, 5) with 90.0 (seeds 0); part" in words
 
 
 def test_scores_on_different_data_have_no_gap(tmp_path: Path) -> None:

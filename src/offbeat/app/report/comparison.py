@@ -63,8 +63,8 @@ def _gap(
     if not twins:
         notes.append(
             f"{_method_words(run)}: not every seed has a synchronous run, so means are compared:"
-            f" {_mean(ours, by_accuracy)} over seeds {_seeds(own)} with"
-            f" {_mean(theirs, by_accuracy)} over {_seeds(rivals)}; part of that is chance."
+            f" {_mean(ours, by_accuracy)} (seeds {_seeds(own)}) with"
+            f" {_mean(theirs, by_accuracy)} (seeds {_seeds(rivals)}); part of that is chance."
         )
     return f"{_mean([fmean(ours) - fmean(theirs)], by_accuracy, '+')} to {base}", notes
 
