@@ -118,8 +118,8 @@ def _pause_s(engine: Engine, process: State) -> float:
     if "saved" not in process:  # by an earlier version
         return 0.0
     moments = engine.meet("moment", [process["saved"], time.time()])
-    saved, now = zip(*(moment for moment in moments if moment is not LOST), strict=True)
-    return max(0.0, max(now) - max(saved))
+    saved, now = map(max, zip(*(each for each in moments if each is not LOST), strict=True))
+    return max(0.0, float(now - saved))
 
 
 def _worker_state(worker: Worker) -> State:

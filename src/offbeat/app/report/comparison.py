@@ -14,7 +14,10 @@ def comparison(facts: Sequence[Facts]) -> Markup:
     plain = [run for run in plain if _scores([run], by_accuracy)]
     gaps = [_gap(run, facts, plain, by_accuracy) for run in facts]
     unit = "points" if by_accuracy else "in loss"
-    head = ("run", "method", "seed", "lag per stage", "accuracy", f"gap, {unit}", "test loss")
+    head = (
+        *("run", "method", "seed", "lag per stage", "accuracy"),
+        *(f"gap, {unit}", "test loss", "time per step", "rows/s", "end"),
+    )
     body = [
         (
             join([swatch(place), " ", run.label]),
@@ -30,7 +33,6 @@ def comparison(facts: Sequence[Facts]) -> Markup:
         )
         for place, run in enumerate(facts)
     ]
-    head += ("time per step", "rows/s", "end")
     notes = dict.fromkeys(text for _, texts in gaps for text in texts)
     if not plain:
         notes = {"None of the runs is synchronous with a score, so no gap is given.": None}
