@@ -59,8 +59,8 @@ from offbeat.corrections import (
 from offbeat.corrections.base import Hook, Surroundings
 from offbeat.corrections.groups import Group, groups_of
 from offbeat.corrections.predict import Prediction
+from offbeat.corrections.read_weights import ReadWeights
 from offbeat.corrections.rewind import Rewinding
-from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
 from offbeat.methods import (
     ADL,

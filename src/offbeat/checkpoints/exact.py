@@ -128,7 +128,7 @@ def _worker_state(worker: Worker) -> State:
         for key in worker.averager.pending():  # not to be taken, only to have arrived
             transport.send(key, transport.receive(key))
     messages = transport.waiting(stage.index)
-    if stage.reuses_memory:
+    if stage.runner.reuses_memory:
         messages = apart(messages)
     return {
         "stage": stage.snapshot(),
