@@ -161,6 +161,17 @@ def notice(runs: Sequence[Run], test_images: int) -> str:
     )
 
 
+def draw_errors(read: Sequence[dict[str, Any]], images: int) -> Any:
+    """On a log axis, where ends can be told apart; no error at all stands at half an image."""
+    least = 50 / images
+    curves = {
+        run["name"]: [(epoch, max(least, 100 * (1 - share))) for epoch, share in run["accuracy"]]
+        for run in read
+    }
+    title = "digits, four stages, one seed; log axis"
+    return draw_curves(curves, ylabel="test error, %", title=title, log=True)
+
+
 def save(runs: Sequence[Run], settings: dict[str, Any], folder: Path) -> list[Path]:
     """Stores the numbers, then draws from what was stored."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,9 +179,7 @@ def save(runs: Sequence[Run], settings: dict[str, Any], folder: Path) -> list[Pa
     stored = {"settings": settings, "runs": [asdict(run) for run in runs]}
     paths[0].write_text(json.dumps(stored, indent=1) + "\n")
     read = json.loads(paths[0].read_text())["runs"]
-    curves = {run["name"]: [(e, 100 * share) for e, share in run["accuracy"]] for run in read}
-    figure = draw_curves(curves, ylabel="test accuracy, %", title="digits, four stages, one seed")
-    figure.savefig(paths[1])
+    draw_errors(read, settings["test_images"]).savefig(paths[1])
     updates = settings["updates"]
     lines = {name: modelled(method, updates) for name, method in methods(updates).items()}
     four_batches = 4 * lines["BP"].step_time
@@ -197,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(notice(runs, len(data[3])), highlight=False)
     settings = {"seed": given.seed, "epochs": given.epochs, "batch": BATCH, "learning_rate": RATE}
     settings |= {"momentum": MOMENTUM, "updates": given.epochs * updates_per_epoch(data)}
+    settings |= {"test_images": len(data[3])}
     settings |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     for path in save(runs, settings, given.out):
         console.print(f"saved {path}", soft_wrap=True, highlight=False)

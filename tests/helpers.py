@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import offbeat
-from offbeat.engines.serial import Serial, choose_randomly
+from offbeat.engines.serial import Serial
 from offbeat.methods import Method
 from offbeat.methods.auto import Auto
 
@@ -150,7 +151,7 @@ def trained(
 def interleave(trainer: offbeat.Trainer, seed: int) -> None:
     """Lets a shuffle choose among the workers that can go on, in place of the serial engine."""
     assert isinstance(trainer._engine, Serial)
-    trainer._engine.choose = choose_randomly(seed)
+    trainer._engine.choose = random.Random(seed).choice
 
 
 def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +16,11 @@ import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
 from offbeat import transport
 from offbeat.averaging import Averaging, DaSGD
+from offbeat.checkpoints import tensorfile
 from offbeat.corrections import Monitor
 from offbeat.engines.processes import Processes
 from offbeat.methods import Method, StaleWeights
+from offbeat.records.ledger import Entry
 from offbeat.transport.link import Link
 
 
@@ -675,3 +681,28 @@ def disagree_about_death() -> None:
     network, _ = job_of("cnn")
     when = "go on" if os.environ["RANK"] == "0" else "stop"
     trainer_for(network, replicas=2, averaging=DaSGD(2, 1), when_replica_dies=when)
+
+
+def pause(folder: str) -> tuple[list[Entry], list[Entry]]:
+    """The ledgers of a run that is saved, and of the one that goes on as if 1000 s later."""
+    network, batches = job_of("dropout")
+    first, again = (trainer_for(network, StaleWeights(), stages=2, seed=3) for _ in range(2))
+    for x, y in first.batches(batches[:4]):
+        first.step(x, y)
+    first.save(folder, wait=True)
+    before = list(first.ledger)
+    read = tensorfile.read
+
+    def read_late(path: Path) -> Any:
+        time.sleep(0.5 * again.rank)  # not all are ready at once
+        return read(path)
+
+    later = SimpleNamespace(time=lambda: time.time() + 1000, perf_counter=time.perf_counter)
+    with (
+        patch("offbeat.checkpoints.exact.time", later),
+        patch.object(tensorfile, "read", read_late),
+    ):
+        again.resume(folder)
+    for x, y in again.batches(batches[4:]):
+        again.step(x, y)
+    return before, list(again.ledger)

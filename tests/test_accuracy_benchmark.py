@@ -2,14 +2,18 @@
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.accuracy import training
 from benchmarks.accuracy.configurations import BASELINE, SETS, WAYS
 from benchmarks.accuracy.ensemble import GroupedNorm
 from benchmarks.accuracy.figure import BY_SHARE, draw, draw_shares
@@ -103,3 +107,36 @@ def test_gaps_are_drawn_against_the_share_of_stale_weights() -> None:
     drawn = axes.containers[0].lines[0].get_xydata()  # type: ignore[attr-defined]
     expected = [(100 * s.stale_share, s.gap) for s in found if s.way == "stale, current"]
     assert drawn.tolist() == [list(pair) for pair in expected]
+
+
+class FewImages:
+    """Updates of which the first takes 3 s and every other one 105 ms, by a clock of their own."""
+
+    def __init__(self, updates: int) -> None:
+        self.clock, self._updates = 0.0, updates
+        self.test = [(torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.long))]
+
+    def __len__(self) -> int:
+        return 4 * self._updates
+
+    def batches_of(
+        self, _seeds: Sequence[int], size: int, *, epoch: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for update in range(self._updates):
+            self.clock += 0.105 if update + epoch else 3.0
+            yield torch.zeros(1, size, 1, 28, 28), torch.zeros(1, size, dtype=torch.long)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 8, 60])
+def test_time_per_update_leaves_out_the_first_ones_however_short_a_run_is(
+    updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = FewImages(updates)
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: data.clock))
+    job = Job(
+        network="lenet5", stages=None, cuts=None, ppv=None, way=BASELINE, seeds=(0,), epochs=1,
+        rows=10_000, batch=4, lr=0.01, momentum=0.9, weight_decay=0.0, bf16=False,
+    )  # fmt: skip
+    found = training.train(job, data, torch.device("cpu"), until=1e9)
+    assert found is not None
+    assert found["ms_per_update"] == (None if updates == 1 else pytest.approx(105))

@@ -394,10 +394,10 @@ def test_a_wrong_order_is_seen(name: str, mutation: Any, monkeypatch: Any) -> No
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "all-reduce"])
 def test_a_wrong_mean_is_seen(name: str, monkeypatch: Any) -> None:
-    """The last replica is forgotten in the sum."""
-    right = flat.mean_of
-    wrong: Any = lambda vectors, count: right(vectors[:-1], count)  # noqa: E731
-    monkeypatch.setattr("offbeat.averaging.fragment.mean_of", wrong)
+    """The last replica is forgotten in the sum, unless it is alone."""
+    right = flat.ordered_mean
+    wrong: Any = lambda vectors, count: right(vectors[:-1] or vectors, count)  # noqa: E731
+    monkeypatch.setattr("offbeat.averaging.fragment.ordered_mean", wrong)
     with pytest.raises(AssertionError):
         check(CASES[name])
 

@@ -34,7 +34,7 @@ from helpers import (
 )
 from offbeat.app.build import corrections_of
 from offbeat.app.cli import main
-from offbeat.app.cli.train import read_experiment
+from offbeat.app.cli.train import given_settings
 from offbeat.app.experiment import Experiment
 from offbeat.app.runs import Run
 from offbeat.averaging import AllReduce, DaSGD, LocalSGD
@@ -59,8 +59,8 @@ from offbeat.corrections import (
 from offbeat.corrections.base import Hook, Surroundings
 from offbeat.corrections.groups import Group, groups_of
 from offbeat.corrections.predict import Prediction
+from offbeat.corrections.read_weights import ReadWeights
 from offbeat.corrections.rewind import Rewinding
-from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
 from offbeat.methods import (
     ADL,
@@ -1025,11 +1025,13 @@ def test_corrections_come_by_flags_and_by_file_alike(tmp_path: Path) -> None:
         'method = "pipedream"\n'
     )
     flags = {"correction": ["predict:horizon=lag", "clip-per-stage:norm=2.0"]}
-    from_file = read_experiment(str(file), {})
-    assert from_file == read_experiment(None, flags | {"method": "pipedream"})
+    from_file = Experiment.read(given_settings(str(file), {}))
+    assert from_file == Experiment.read(given_settings(None, flags | {"method": "pipedream"}))
     assert corrections_of(from_file) == [Predict(horizon="lag"), ClipPerStage(norm=2.0)]
     assert Experiment.read(json.loads(json.dumps(from_file.as_dict()))) == from_file
-    assert read_experiment(str(file), {"correction": ["shrink"]}).correction == (Choice("shrink"),)
+    assert Experiment.read(given_settings(str(file), {"correction": ["shrink"]})).correction == (
+        Choice("shrink"),
+    )
 
 
 def test_a_run_stores_its_corrections(tmp_path: Path, capsys: Any) -> None:

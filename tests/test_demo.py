@@ -12,6 +12,7 @@ import torch
 from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, Synchronous
 
 DEMO = Path(__file__).parents[1] / "examples" / "digits.py"
+SEEDS = Path(__file__).parents[1] / "benchmarks" / "demo"
 NAMES = ["BP", "StaleWeights", "hybrid", "DSP", "ADL", "PipeDream"]
 LAGS: dict[str, Method] = {
     "BP": Synchronous(),
@@ -95,3 +96,23 @@ def test_zero_epochs_are_refused(demo: dict[str, Any], capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         demo["main"](["--epochs", "0"])
     assert "--epochs 0: give at least 1" in capsys.readouterr().err
+
+
+def test_the_curves_tell_the_methods_apart_at_the_end(demo: dict[str, Any]) -> None:
+    """As accuracies on a linear axis six lines lay on one another in the last three epochs."""
+    stored = json.loads((SEEDS / "seed-0.json").read_text())["runs"]
+    figure = demo["draw_errors"](stored, 359)
+    (axes,) = figure.axes
+    low, high = (axes.transData.transform((0, y))[1] for y in axes.get_ylim())
+    ends = {
+        round((axes.transData.transform(line.get_xydata()[-1])[1] - low) / (high - low), 2)
+        for line in axes.lines
+    }
+    assert max(ends) - min(ends) > 0.2
+    assert len({run["accuracy"][-1][1] for run in stored}) == len(ends)
+
+
+def test_no_error_stands_at_half_an_image(demo: dict[str, Any]) -> None:
+    (axes,) = demo["draw_errors"]([{"name": "BP", "accuracy": [[1, 0.5], [2, 1.0]]}], 200).axes
+    assert axes.lines[0].get_ydata().tolist() == [50.0, 0.25]
+    assert axes.get_yscale() == "log"

@@ -36,7 +36,6 @@ CHOOSE = ROOT / "docs" / "choose-a-method.md"
 ADD = ROOT / "docs" / "add-a-method.md"
 AVERAGE = ROOT / "docs" / "add-an-averaging.md"
 REPLICAS = ROOT / "docs" / "replicas.md"
-ADD_CUT = ROOT / "docs" / "add-a-cut.md"
 ADD_TRANSPORT = ROOT / "docs" / "add-a-transport.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 QUICK = ROOT / "docs" / "quick-start.md"
@@ -241,25 +240,30 @@ def assert_examples_hold(kind: type) -> None:
     assert runner.run(example).failed == 0
 
 
-def registry(of: str) -> str:
-    return (ROOT / "src" / "offbeat" / of / "__init__.py").read_text()
+def changed_by(diff: Block, root: Path = ROOT) -> Path:
+    """The file that a page names last before a diff."""
+    before = "\n".join(diff.page.read_text().splitlines()[: diff.line - 1])
+    named = re.findall(r"\]\((?!http)([^)#\s]+)|`((?:src|tests)/[^`\s]+)`", before)
+    linked, path = map(str, named[-1])
+    return root / path if path else (root / "docs" / linked).resolve()
 
 
-@pytest.mark.parametrize(
-    ("page", "files"),
-    [
-        (ADD, [registry("methods")] * 2 + [Path(test_oracles.__file__).read_text()]),
-        (AVERAGE, [Path(test_averaging.__file__).read_text()] + [registry("averaging")] * 2),
-        (ADD_CUT, [Path(ways.__file__).read_text()] * 2),
-        (ADD_TRANSPORT, [registry("transport")] * 2),
-    ],
-    ids=by_name,
-)
-def test_diffs_fit_the_files_they_change(page: Path, files: list[str]) -> None:
-    """What a reader should find beside the new line is there today, in this order."""
-    for diff, text in zip(blocks(page, "diff"), files, strict=True):
-        kept = [line[1:] for line in diff.text.splitlines() if line[0] in " -"]
-        assert "\n".join(kept) in text, f"{diff} does not fit its file"
+def two_sides(diff: Block) -> tuple[str, str]:
+    """What a diff expects to find, and what it leaves."""
+    lines = [line or " " for line in diff.text.splitlines()]
+    old, new = ([line[1:] for line in lines if line[0] != other] for other in "+-")
+    return "\n".join(old), "\n".join(new)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("add-*.md")), ids=by_name)
+def test_diffs_fit_the_files_they_change(page: Path) -> None:
+    """What a reader should find beside the new line is there today, in this order, and once."""
+    diffs = blocks(page, "diff")
+    assert len(diffs) > 1
+    for diff in diffs:
+        old, _ = two_sides(diff)
+        file = changed_by(diff)
+        assert file.read_text().count(old) == 1, f"{diff} does not fit {file}"
 
 
 # ------------------------------------------------------------------ the worked averaging
@@ -457,13 +461,27 @@ def test_the_quick_start_gives_the_same_bits_alone_and_in_four_processes(tmp_pat
 # ------------------------------------------------------------------ the design
 
 
+PLACES = [ROOT / "src" / "offbeat", ROOT / "tests", ROOT]
+
+
 def test_the_design_names_files_that_exist() -> None:
     """As ``stages/stage.py`` of the package, a file of the tests, or a path of the repository."""
-    places = [ROOT / "src" / "offbeat", ROOT / "tests", ROOT]
     names = re.findall(r"`((?:[\w-]+/)*(?:[\w-]+\.(?:py|md|toml)|[\w-]+/))`", DESIGN.read_text())
     assert len(names) > 60
-    missing = sorted({n for n in names if not any((place / n).exists() for place in places)})
+    missing = sorted({n for n in names if not any((place / n).exists() for place in PLACES)})
     assert not missing, f"DESIGN.md names {missing}"
+
+
+def test_the_design_names_what_is_in_its_files() -> None:
+    """As ``METHODS`` in ``methods/__init__.py``, or ``test_oracles.py`` (``CASES``)."""
+    text = DESIGN.read_text()
+    pairs = [(file, name) for name, file in re.findall(r"`(\w+)` in `([\w/]+\.py)`", text)]
+    for file, names in re.findall(r"`([\w/]+\.py)` \(([^)]*)\)", text):
+        pairs += [(file, name) for name in re.findall(r"`(\w+)`", names)]
+    assert len(pairs) > 15
+    for file, name in pairs:
+        (path, *_) = (place / file for place in PLACES if (place / file).exists())
+        assert re.search(rf"\b{name}\b", path.read_text()), f"DESIGN.md: {file} has no {name}"
 
 
 def test_the_design_has_every_folder_of_the_package() -> None:

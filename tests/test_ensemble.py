@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import offbeat
-from offbeat.stages.stage import Loss
+from offbeat.stages.network import Loss
 from offbeat.zoo import resnet
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -33,7 +33,7 @@ from benchmarks.stored import Row
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.stages.stage import Loss
+from offbeat.stages.network import Loss
 from offbeat.zoo import gpt
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "language"

@@ -86,23 +86,32 @@ def test_the_listing_is_the_architecture() -> None:
 # ------------------------------------------------------------------ sizes, and friends
 
 MOST_LINES = 450
-LINES_ALLOWED = {
-    "app/cli/__init__.py": 491, "app/training.py": 665, "checkpoints/__init__.py": 507,
-    "corrections/corrector.py": 463, "cutting/blocks.py": 554, "engines/processes.py": 597,
-    "guards/guard.py": 456, "stages/recorded.py": 610, "stages/stage.py": 485, "trainer.py": 897,
-}  # fmt: skip
-"""Files that are still longer. Nothing may join; ``trainer.py`` ends at 400."""
+MOST_LINES_OF_THE_TRAINER = 400
 MOST_LINES_OF_A_FUNCTION = 60
-FUNCTIONS_ALLOWED = {"engines/processes.py:__init__": 89, "trainer.py:__init__": 111}
-MOST_PRIVATES = 161
-PRIVATES: dict[str, str] = {}
+MOST_PRIVATES = 20
+_BUFFERS = "torch has no public name for the dict that a forward assigns buffers to"
+_VERSION = "torch has no public name for the counter of writes in place"
+_HOOKS = "a stand-in of an optimizer that shares its attributes must not share its hooks"
+PRIVATES: dict[str, str] = {
+    "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
+    "averaging/moments.py: like._optimizer_step_pre_hooks": _HOOKS,
+    "cutting/ends.py: module._buffers": _BUFFERS,
+    "stages/buffers.py: m._buffers": _BUFFERS,
+    "stages/buffers.py: module._buffers": _BUFFERS,
+    "stages/buffers.py: self._modules[i]._buffers": _BUFFERS,
+    "stages/network.py: tensor._version": _VERSION,
+    "stages/runner.py: tensor._version": _VERSION,
+    "stages/versions.py: self.tensor._version": _VERSION,
+    "stages/versions.py: tensor._version": _VERSION,
+}
 """Accesses to private attributes of other objects, "file: expression", and why each is needed."""
 
 
 def test_no_file_is_long() -> None:
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in FILES}
-    long = {n: k for n, k in lengths.items() if k > LINES_ALLOWED.get(n, MOST_LINES)}
+    long = {name: count for name, count in lengths.items() if count > MOST_LINES}
     assert not long, f"divide these files by what they are about: {long}"
+    assert lengths["trainer.py"] <= MOST_LINES_OF_THE_TRAINER, "it only has the user's verbs"
 
 
 def functions_of(path: Path) -> Iterator[tuple[str, int]]:
@@ -117,7 +126,7 @@ def test_no_function_is_long() -> None:
     most = MOST_LINES_OF_A_FUNCTION
     lengths = [pair for path in FILES for pair in functions_of(path)]
     assert len(lengths) > 1000
-    long = {name: k for name, k in lengths if k > FUNCTIONS_ALLOWED.get(name, most)}
+    long = {name: count for name, count in lengths if count > most}
     assert not long, f"more than {most} lines: {long}"
 
 
@@ -167,12 +176,9 @@ def test_objects_keep_to_what_others_show() -> None:
         for expression in privates_in(path.read_text())
     ]
     assert len(found) <= MOST_PRIVATES, "\n".join([f"{len(found)} accesses", *sorted(found)])
-    if PRIVATES:
-        unexplained = sorted({*found} - {*PRIVATES})
-        assert not unexplained, "\n".join(
-            ["make these public, or say why in PRIVATES", *unexplained]
-        )
-        assert {*PRIVATES} <= {*found}, f"no longer there: {sorted({*PRIVATES} - {*found})}"
+    unexplained = sorted({*found} - {*PRIVATES})
+    assert not unexplained, "\n".join(["make these public, or say why in PRIVATES", *unexplained])
+    assert {*PRIVATES} <= {*found}, f"no longer there: {sorted({*PRIVATES} - {*found})}"
     assert all(len(reason) > 10 for reason in PRIVATES.values())
 
 

@@ -206,7 +206,10 @@ def test_auto_says_what_it_chose_and_why(
     assert record.name.split(".")[0] == "offbeat"
     assert capsys.readouterr().out == ""  # a constructor does not print
     assert said.startswith("auto: pipedream:accumulate=3 + spike-compensation\n")
-    assert "in flight per stage 2 1 0" in said
+    assert (
+        "in flight per stage 2 1 0: the least that keeps equal stages as busy as they can" in said
+    )
+    assert "3.00 times as fast as one device by the timing model; a cut whose stages" in said
     assert "in 3 parts, as many as stages up to 8: fewer lost accuracy" in said
     assert "in 12 parts: were there fewer, those of the first stage would be more than 2" in str(
         plan_for(24)

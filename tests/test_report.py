@@ -1,298 +1,33 @@
-"""Figures and the page: functions of stored data; the page is used in a real browser too."""
+"""The report's page: a function of stored runs, whatever they hold."""
 
-import io
 import json
 import math
-import os
 import re
-import select
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from offbeat.app.report import draw_curves, draw_timelines, in_turn, page, write_report
+from offbeat.app.report import page, write_report
 from offbeat.app.report.facts import MOST_POINTS, facts_of
 from offbeat.app.report.timelines import measured, planned, planned_entries
-from offbeat.app.runs import CONFIG, LEDGER, SUMMARY, Run, RunWriter
-from offbeat.errors import ConfigurationError, OffbeatError
-from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, Synchronous, method_named
+from offbeat.app.runs import CONFIG, LEDGER, SUMMARY, Run
+from offbeat.errors import ConfigurationError
+from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, method_named
 from offbeat.records.ledger import Ledger, lags_of
-from offbeat.schedules.timeline import Timeline, timeline
-
-METHODS: dict[str, Method] = {
-    "BP": Synchronous(),
-    "StaleWeights": StaleWeights(),
-    "DSP": DSP(),
-    "ADL": ADL(accumulate=4),
-}
-
-
-@pytest.fixture
-def timelines() -> dict[str, Timeline]:
-    return {name: timeline(method, 4, steps=5) for name, method in METHODS.items()}
-
-
-def is_png(figure: Any) -> bool:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue().startswith(b"\x89PNG") and len(buffer.getvalue()) > 5_000
-
-
-def boxes(axes: Any) -> int:
-    return sum(len(collection.get_paths()) for collection in axes.collections)
-
-
-def test_timelines_have_one_panel_per_method_with_its_rates(
-    timelines: dict[str, Timeline],
-) -> None:
-    figure = draw_timelines(timelines)
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles[0] == "BP: busy 25%, speed-up 1.00"
-    assert titles[1] == "StaleWeights: busy 100%, speed-up 4.00"
-    assert len(titles) == len(METHODS)
-    assert is_png(figure)
-
-
-def test_every_forward_and_backward_is_one_box(timelines: dict[str, Timeline]) -> None:
-    """5 steps, 4 stages, 2 kinds; ADL four times as many micro-batches."""
-    figure = draw_timelines(timelines)
-    assert [boxes(axes) for axes in figure.axes] == [40, 40, 40, 160]
-
-
-def test_panels_share_one_time_axis_with_a_row_per_stage(timelines: dict[str, Timeline]) -> None:
-    figure = draw_timelines(timelines)
-    assert {axes.get_xlim() for axes in figure.axes} == {(0, timelines["BP"].duration)}
-    for axes in figure.axes:
-        assert [label.get_text() for label in axes.get_yticklabels()] == [
-            f"stage {k}" for k in range(4)
-        ]
-
-
-def test_until_ends_the_axis_and_no_number_stands_outside(timelines: dict[str, Timeline]) -> None:
-    figure = draw_timelines(timelines, until=7.5)
-    for axes in figure.axes:
-        assert axes.get_xlim() == (0, 7.5)
-        assert all(text.get_position()[0] < 7.5 for text in axes.texts)
-
-
-def test_numbers_stand_only_in_boxes_that_hold_them(timelines: dict[str, Timeline]) -> None:
-    """Measured on the rendered text: no number is wider than its box."""
-    figure = draw_timelines(timelines, until=36)
-    assert is_png(figure)  # lays the text out
-    for axes, line in zip(figure.axes, timelines.values(), strict=True):
-        to_pixels = axes.transData.transform
-        spans = {((s.start + s.end) / 2, s.action.stage): s for s in line.spans if s.end > s.start}
-        for text in axes.texts:
-            x, y = text.get_position()
-            span = spans[x, round(y)]
-            left, right = to_pixels((span.start, 0))[0], to_pixels((span.end, 0))[0]
-            assert text.get_text() == str(span.action.batch)
-            assert text.get_window_extent().width < right - left
-    assert len(figure.axes[0].texts) == 24  # BP: 3 batches, F and B of 4 stages
-
-
-def test_curves_are_the_given_points_with_a_legend_beside_them() -> None:
-    runs = {"BP": [(1, 0.5), (2, 0.9)], "StaleWeights": [(1, 0.4), (2, 0.8)]}
-    figure = draw_curves(runs, ylabel="accuracy", title="two runs")
-    (axes,) = figure.axes
-    assert len(axes.lines) == 2
-    points = np.asarray(axes.lines[1].get_xydata()).tolist()
-    assert [tuple(point) for point in points] == runs["StaleWeights"]
-    assert len({line.get_color() for line in axes.lines}) == 2
-    assert axes.get_ylabel() == "accuracy"
-    assert is_png(figure)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(runs)
-    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
-
-
-def test_more_runs_than_colours_can_be_drawn() -> None:
-    figure = draw_curves({f"run {k}": [(1, k)] for k in range(12)})
-    assert len(figure.axes[0].lines) == 12
-
-
-@pytest.mark.parametrize("draw", [draw_timelines, draw_curves])
-def test_nothing_to_draw_is_refused(draw: Any) -> None:
-    with pytest.raises(ConfigurationError, match="nothing to draw"):
-        draw({})
-
-
-@pytest.mark.parametrize("draw", [draw_timelines, draw_curves])
-def test_missing_matplotlib_is_answered_with_what_to_install(
-    draw: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    given = {"BP": timeline(Synchronous(), 2)} if draw is draw_timelines else {"BP": [(1, 0.5)]}
-    with pytest.raises(OffbeatError, match=r"pip install matplotlib"):
-        draw(given)
-
-
-def test_drawing_never_imports_pyplot_and_importing_never_matplotlib() -> None:
-    program = """
-import io, sys
-from offbeat.app.report import draw_curves, draw_timelines
-from offbeat.methods import Synchronous
 from offbeat.schedules.timeline import timeline
-assert "matplotlib" not in sys.modules
-draw_curves({"BP": [(1, 0.5)]}).savefig(io.BytesIO(), format="png")
-draw_timelines({"BP": timeline(Synchronous(), 2)}).savefig(io.BytesIO(), format="png")
-assert "matplotlib.figure" in sys.modules
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-# ---------------------------------------------------------------------------- phases
-
-
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
-def test_phases_have_the_papers_hybrid_speed_up(share: float) -> None:
-    fast, plain = timeline(StaleWeights(), 4), timeline(Synchronous(), 4)
-    hybrid = in_turn([(fast, round(1000 * share)), (plain, round(1000 * (1 - share)))])
-    assert hybrid.speed_up == pytest.approx(1 / (share / fast.speed_up + 1 - share))
-    assert hybrid.busy_share == pytest.approx(hybrid.speed_up / 4)
-
-
-def test_phases_follow_each_other_and_count_batches_on() -> None:
-    fast, plain = timeline(PipeDream(), 3, steps=4), timeline(Synchronous(), 3, steps=2)
-    joined = in_turn([(fast, 4), (plain, 2)])
-    assert joined.duration == fast.duration + plain.duration
-    later = [span for span in joined.spans if span.start >= fast.duration and span.end > span.start]
-    assert {span.action.batch for span in later} == {4, 5}
-    assert joined.spans[: len(fast.spans)] == fast.spans
-
-
-def test_phases_count_micro_batches_and_updates_each_by_their_own() -> None:
-    first, then = timeline(ADL(accumulate=4), 2, steps=3), timeline(Synchronous(), 2, steps=1)
-    last = in_turn([(first, 3), (then, 1)]).spans[-len(then.spans) :]
-    assert {str(span.action) for span in last} == {"0F12", "1F12", "1B12", "1U3", "0B12", "0U3"}
-
-
-def test_phases_with_different_stages_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="same number of stages"):
-        in_turn([(timeline(Synchronous(), 2), 1), (timeline(Synchronous(), 3), 1)])
-
-
-# ---------------------------------------------------------------------------- made-up runs
-
-STAGES, EPOCHS, EPOCH_STEPS = 4, 3, 20
-
-
-def made_ledger(method: Method, steps: int, replicas: int = 1) -> Ledger:
-    """The planned order of work, 10 ms a forward; with replicas also averages."""
-    ledger = Ledger()
-    for replica in range(replicas):
-        for e in planned_entries(timeline(method, STAGES, steps=steps)):
-            start, end = e.start_s / 100, e.end_s / 100
-            loss = 2.5 if (e.kind, e.stage) == ("F", STAGES - 1) else None
-            ledger.record(e.kind, e.stage, e.batch, e.version, start, end, loss, replica)
-            if replicas > 1 and e.kind == "U":
-                ledger.record("A", e.stage, e.batch, e.version, end, end + 0.005, None, replica)
-                ledger.record("M", e.stage, e.batch, e.version, end + 0.004, end + 0.006, None, 0)
-    return ledger
-
-
-def made_run(
-    folder: Path,
-    method: str = "stale-weights",
-    *,
-    accuracy: float | None = 0.9,
-    replicas: int = 1,
-    steps: int = 12,
-    config: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Run:
-    """A finished run with every part that a run can have."""
-    built = method_named(method, **settings)
-    words = {
-        "model": {"name": "digits-cnn", "settings": {"width": 16}},
-        "method": {"name": method, "settings": settings},
-        "averaging": {"name": "dasgd", "settings": {"every": 4}} if replicas > 1 else None,
-        "replicas": replicas,
-        "stages": STAGES,
-        "lags": list(built.lags(STAGES)),
-        "optimizer": {"name": "sgd", "lr": 0.02},
-        "command": "offbeat train",
-        "versions": {"offbeat": "0.2", "torch": "2.13"},
-    }
-    ledger = made_ledger(built, steps, replicas)
-    writer = RunWriter(folder, words | (config or {}))
-    total = EPOCHS * EPOCH_STEPS
-    for step in range(1, total + 1):
-        at = {"step": step, "epoch": step / EPOCH_STEPS, "time_s": step * 0.5}
-        writer.add("step", **at, loss=2.0 / step, rows_per_s=128.0, lr=0.02)
-        if step % EPOCH_STEPS == 0:
-            reached = None if accuracy is None else accuracy * step / total
-            writer.add("evaluation", **at, loss=1 / step, accuracy=reached, rows=359, of="average")
-    writer.add("end", step=total, epoch=EPOCHS, time_s=total * 0.5, status="finished")
-    counts: dict[str, dict[str, int]] = {}
-    for (_, stage, _), lag in lags_of(ledger).items():
-        of_stage = counts.setdefault(str(stage), {})
-        of_stage[str(lag)] = of_stage.get(str(lag), 0) + 1
-    memory = {"weight_copies": 1, "peak_weight_copies": 2, "graphs": 3, "inputs": 0}
-    memory |= {"peak_in_flight": 4, "weight_bytes": 2_000_000, "in_flight_bytes": 500_000}
-    memory |= {"correction_bytes": 1_000_000}
-    wait = {"averages": 7, "total_s": 0.25, "longest_s": 0.125}
-    places = [f"{replica}/{stage}" for replica in range(replicas) for stage in range(STAGES)]
-    summary = {
-        "status": "finished",
-        "steps": total,
-        "epochs": EPOCHS,
-        "time_s": total * 0.5,
-        "loss": 0.3125,
-        "accuracy": accuracy,
-        "rows_per_s": 256.0,
-        "lags": counts,
-        "memory": [memory] * (STAGES * replicas),
-        "waits": dict.fromkeys(places, wait) if replicas > 1 else {},
-        "busy_share": [0.5, 0.25, 0.75, 1.0],
-    }
-    writer.finish(summary, ledger)
-    return Run.load(folder)
-
-
-def changed(run: Run, file: str, **values: Any) -> Run:
-    """The run with keys of one of its JSON files replaced; None takes a key away."""
-    path = run.folder / file
-    kept = {**json.loads(path.read_text()), **values}
-    path.write_text(json.dumps({key: value for key, value in kept.items() if value is not None}))
-    return Run.load(run.folder)
-
-
-class Seen(HTMLParser):
-    """Elements and text of a page, as a browser would take it apart."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.words = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        if self.lasttag not in ("script", "style"):
-            self.words += data.replace("\xa0", " ")
-
-
-def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
-
+from stored_runs import (
+    EPOCH_STEPS,
+    EPOCHS,
+    HOSTILE,
+    STAGES,
+    Seen,
+    changed,
+    data_of,
+    hostile_run,
+    made_ledger,
+    made_run,
+)
 
 # ---------------------------------------------------------------------------- the page's content
 
@@ -335,30 +70,6 @@ def test_gradients_are_shown_where_guards_saw_them(tmp_path: Path) -> None:
         assert "Configuration" in Seen(page([changed(run, SUMMARY, guards=damaged)])).words
 
 
-def test_runs_are_compared_with_the_synchronous_one(tmp_path: Path) -> None:
-    runs = [
-        made_run(tmp_path / "stale", accuracy=0.9),
-        made_run(tmp_path / "bp", "synchronous", accuracy=0.925),
-    ]
-    words = Seen(page(runs)).words
-    assert "gap to bp, points" in words and "baseline" in words
-    assert "-2.5" in words and "500 ms" in words and "256" in words
-
-
-def test_runs_without_an_accuracy_are_compared_by_loss(tmp_path: Path) -> None:
-    plain = made_run(tmp_path / "bp", "synchronous", accuracy=None)
-    late = made_run(tmp_path / "late", "adl", accuracy=None, accumulate=3)
-    runs = [changed(plain, SUMMARY, loss=2.0), changed(late, SUMMARY, loss=2.125)]
-    words = Seen(page(runs)).words
-    assert "adl:accumulate=3" in words
-    assert "gap to bp, in loss" in words and "+0.1250" in words
-
-
-def test_without_a_synchronous_run_the_page_gives_no_gap(tmp_path: Path) -> None:
-    words = Seen(page([made_run(tmp_path / "a"), made_run(tmp_path / "b", "adl")])).words
-    assert "None of the runs is synchronous" in words and "gap to" not in words
-
-
 def test_settings_that_differ_are_marked(tmp_path: Path) -> None:
     text = page([made_run(tmp_path / "a"), made_run(tmp_path / "b", config={"seed": 2})])
     assert '<b title="differs">seed</b>' in text
@@ -371,6 +82,23 @@ def test_settings_of_one_group_stand_together(tmp_path: Path) -> None:
     groups = [row.partition(".")[0] for row in rows if row.startswith(("method", "optimizer"))]
     assert "method.settings.accumulate" in rows
     assert groups == sorted(groups)
+
+
+def test_cuts_that_the_first_batch_decided_are_shown(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", config={"cuts": []})
+    assert '<th scope="row">cuts</th><td>-</td>' in page([run])
+    known = page([changed(run, SUMMARY, cuts=[2, 4, 6])])
+    assert '<th scope="row">cuts</th><td>2, 4, 6</td>' in known
+    asked = page([changed(run, CONFIG, cuts=["1", "3", "5"])])
+    assert '<th scope="row">cuts</th><td>1, 3, 5</td>' in asked
+
+
+def test_a_command_stored_as_words_can_be_pasted(tmp_path: Path) -> None:
+    typed = ["/bin/offbeat", "train", "--model", "mlp:hidden=(32,)", "--out", "my runs"]
+    run = made_run(tmp_path / "run", config={"command": typed})
+    assert (
+        "/bin/offbeat train --model 'mlp:hidden=(32,)' --out 'my runs'" in Seen(page([run])).words
+    )
 
 
 def test_bars_of_several_runs_have_one_scale(tmp_path: Path) -> None:
@@ -400,7 +128,7 @@ def test_no_runs_are_refused() -> None:
         (SUMMARY, "memory", "No memory was recorded."),
         (SUMMARY, "busy_share", "No busy shares were recorded."),
         (SUMMARY, "waits", "One replica: there are no averages to wait for."),
-        (SUMMARY, "lags", "Counted over the actions that the ledger kept"),
+        (SUMMARY, "lags", "No lags were recorded."),
         (CONFIG, "method", "The planned timeline is left out: the configuration does not name"),
         (CONFIG, "model", "trained a model with stale-weights"),
     ],
@@ -478,21 +206,6 @@ def test_a_failed_run_says_so(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------- escaping, size
 
-HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
-
-
-def hostile_run(folder: Path) -> Run:
-    name = '"><img src=x onerror=alert(1)>$x_{&quot;'
-    config = {
-        "model": {"name": HOSTILE},
-        HOSTILE: HOSTILE,
-        "command": [HOSTILE, {HOSTILE: [HOSTILE]}],
-        "method": {"name": HOSTILE, "settings": {HOSTILE: HOSTILE}},
-        "averaging": {"name": HOSTILE},
-    }
-    run = made_run(folder / name, replicas=2, config=config)
-    return changed(run, SUMMARY, status=HOSTILE)
-
 
 def test_everything_shown_is_escaped(tmp_path: Path) -> None:
     # A run given twice is labelled with its parent, here "</script>...": it ends a script's text.
@@ -528,6 +241,45 @@ def test_a_long_ledger_is_cut_to_its_end_and_the_page_says_so(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------------------- the page's numbers
+
+
+def test_time_per_step_leaves_out_the_first_step_and_evaluations(tmp_path: Path) -> None:
+    """A first step of 3 s, others of 105 ms, and an evaluation of 20 s after every fifth."""
+    run, ledger, now = made_run(tmp_path / "run"), Ledger(), 2.895
+    for step in range(20):
+        now += 0.105 + 20 * (step > 0 and step % 5 == 0)
+        ledger.record("U", 0, step, step + 1, now - 0.09, now - 0.08)  # of another stage
+        ledger.record("U", 1, step, step + 1, now, now)
+    ledger.save(run.folder / LEDGER)
+    (facts,) = facts_of([changed(run, SUMMARY, steps=20, time_s=now)])
+    assert facts.step_s == pytest.approx(0.105)
+    (run.folder / LEDGER).unlink()
+    (facts,) = facts_of([run])
+    assert facts.step_s is None
+
+
+@pytest.mark.parametrize("method", ["pipedream", "dsp", "adl", "synchronous"])
+def test_the_plan_has_the_costs_of_the_run_s_own_stages(tmp_path: Path, method: str) -> None:
+    """The first stage takes 30 of 36.3: no order of work is faster than 1.21 devices."""
+    run = made_run(tmp_path / "run", method, share=(30, 2.1, 2.1, 2.1))
+    words, equal = Seen(page([run])).words, timeline(method_named(method), STAGES).speed_up
+    recomputed = {"synchronous": 1.0, "dsp": 36.3 / 40}
+    ideal = recomputed.get(method, 1.21)
+    assert f"ideal speed-up {ideal:.2f}; {equal:.2f}, were all stages equal" in words
+    assert data_of(page([run]))["timelines"][1]["unit"] == "s"
+
+
+def test_without_a_ledger_the_plan_has_equal_stages_and_says_so(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", "pipedream", share=(30, 2.1, 2.1, 2.1))
+    (run.folder / LEDGER).unlink()
+    words = Seen(page([run])).words
+    assert "with equal stages: a batch's forward takes 1, its backward 2" in words
+    assert "ideal speed-up 4.00" in words
+
+
+def test_the_plan_of_a_hybrid_is_that_of_its_first_phase(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", config={"hybrid": 2})
+    assert "Planned of the first phase, with equal stages" in Seen(page([run])).words
 
 
 def test_actions_carry_the_ledgers_lags_and_losses(tmp_path: Path) -> None:
@@ -593,15 +345,6 @@ def test_a_loss_that_is_no_number_is_said_and_left_out(tmp_path: Path) -> None:
     assert len(data_of(text)["curves"][0]["training_loss"]["value"]) == EPOCHS * EPOCH_STEPS - 1
 
 
-def test_waits_are_read_off_the_ledger_where_the_summary_has_none(tmp_path: Path) -> None:
-    run = changed(made_run(tmp_path / "run", replicas=2), SUMMARY, waits=None)
-    (facts,) = facts_of([run])
-    ledger = run.ledger()
-    assert ledger is not None
-    assert [wait.stage for wait in facts.waits] == list(range(STAGES))
-    assert facts.waits[0].numbers["total_s"] == sum(ledger.waits(0).values()) > 0
-
-
 # ---------------------------------------------------------------------------- files
 
 
@@ -622,348 +365,3 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="file/report.html cannot be written: "):
         write_report([made_run(tmp_path / "run")], tmp_path / "file")
-
-
-# ---------------------------------------------------------------------------- in a browser
-
-# Chromium talks over descriptors 3 and 4; Python cannot promise which numbers a pipe gets.
-_ON_3_AND_4 = """
-import fcntl, os, sys
-read, write = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3])
-os.dup2(read, 3)
-os.dup2(write, 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-_ANSWER_S = 20.0
-
-
-def chromium() -> str | None:
-    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
-        if found := shutil.which(name):
-            return found
-    cache = Path.home() / ".cache" / "ms-playwright"
-    builds = [p for n in ("chrome", "headless_shell") for p in cache.glob(f"chromium*/*/{n}")]
-    return str(builds[0]) if builds else None
-
-
-class Browser:
-    """Headless Chromium, driven over its DevTools pipe."""
-
-    def __init__(self, program: str, profile: Path) -> None:
-        its_input, self._write = os.pipe()
-        self._read, its_output = os.pipe()
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-        flags += [f"--user-data-dir={profile}", "--no-first-run", "--hide-scrollbars"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _ON_3_AND_4, str(its_input), str(its_output), program, *flags],
-            pass_fds=(its_input, its_output),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(its_input)
-        os.close(its_output)
-        self._buffer = b""
-        self._calls = 0
-        self._session: str | None = None
-        self.events: list[dict[str, Any]] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._calls += 1
-        message = {"id": self._calls, "method": method, "params": params}
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        while (answer := self._receive()).get("id") != self._calls:
-            self.events.append(answer)
-        assert "error" not in answer, answer
-        result: dict[str, Any] = answer["result"]
-        return result
-
-    def _receive(self) -> dict[str, Any]:
-        end = time.monotonic() + _ANSWER_S
-        while b"\0" not in self._buffer:
-            left = max(0.0, end - time.monotonic())
-            assert select.select([self._read], [], [], left)[0], "the browser is silent"
-            data = os.read(self._read, 1 << 20)
-            assert data, "the browser has ended"
-            self._buffer += data
-        text, _, self._buffer = self._buffer.partition(b"\0")
-        answer: dict[str, Any] = json.loads(text)
-        return answer
-
-    def close(self) -> None:
-        self._session = None
-        try:
-            self.call("Browser.close")
-        finally:
-            os.close(self._write)
-            os.close(self._read)
-            self._process.wait(_ANSWER_S)
-
-    # What a person does and sees.
-
-    def open(self, path: Path, *, width: int = 1200, dark: bool = False) -> None:
-        phone = width < 500
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=800, deviceScaleFactor=1, mobile=phone,
-        )  # fmt: skip
-        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
-            self.events.append(self._receive())
-        self.settle()
-
-    def settle(self) -> None:
-        """Two frames: whatever was asked for has been drawn."""
-        frames = "requestAnimationFrame(() => requestAnimationFrame(done))"
-        self.js(f"new Promise(done => {frames})")
-
-    def js(self, expression: str) -> Any:
-        answer = self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def problems(self) -> list[dict[str, Any]]:
-        """Exceptions, anything on the console, and requests for anything but the page."""
-        self.settle()
-        kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-        said = [event for event in self.events if event["method"] in kinds]
-        asked = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
-        return said + asked[1:]
-
-    def place_of(self, selector: str) -> tuple[float, float]:
-        """The top left corner of an element, scrolled into view."""
-        self.js(f"document.querySelector({selector!r}).scrollIntoView({{behavior: 'instant'}})")
-        corner = f"document.querySelector({selector!r}).getBoundingClientRect()"
-        left, top = self.js(f"(() => {{ const r = {corner}; return [r.left, r.top]; }})()")
-        return left, top
-
-    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def click(self, x: float, y: float) -> None:
-        for kind in ("mousePressed", "mouseReleased"):
-            self.mouse(kind, x, y, button="left", clickCount=1)
-        self.settle()
-
-    def tap(self, x: float, y: float) -> None:
-        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-        self.settle()
-
-    def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key)
-        self.settle()
-
-    def text(self, selector: str) -> str:
-        return str(self.js(f"document.querySelector({selector!r}).innerText"))
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = chromium()
-    if program is None:
-        pytest.skip("no Chromium here: apt-get install chromium, to run the page in a browser")
-    started = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Pages on disk, made once."""
-
-    one: Path
-    several: Path
-    hostile: Path
-    empty: Path
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
-    folder = tmp_path_factory.mktemp("runs")
-    one = made_run(folder / "stale", steps=40)
-    several = [one, made_run(folder / "bp", "synchronous"), made_run(folder / "two", replicas=2)]
-    script = made_run(folder / "<" / "script><script>document.title='taken'")
-    (folder / "empty").mkdir()
-    (folder / "empty" / CONFIG).write_text("{}")
-    of = {
-        "one": [one],
-        "several": several,
-        "hostile": [hostile_run(folder), script, script],
-        "empty": [Run.load(folder / "empty")],
-    }
-    paths = {name: folder / f"{name}.html" for name in of}
-    for name, runs in of.items():
-        paths[name].write_text(page(runs), encoding="utf-8")
-    return Pages(**paths)
-
-
-FIRST = (8, 22 + 10)
-"""From the corner of a timeline's plot to the middle of the first action of its first row."""
-
-
-def first_action(browser: Browser) -> tuple[float, float]:
-    left, top = browser.place_of("canvas")
-    # Row names stand left of the plot; the script knows their width, a reader sees it.
-    pen = "document.querySelector('canvas').getContext('2d')"
-    gutter = browser.js(f"Math.ceil({pen}.measureText('stage 0').width) + 10")
-    return left + gutter + FIRST[0], top + FIRST[1]
-
-
-def test_the_harness_sees_errors_and_requests(browser: Browser, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.html"
-    bad.write_text("<img src=missing.png><script>console.error('a'); throw Error('b')</script>")
-    browser.open(bad)
-    assert len(browser.problems()) >= 3
-
-
-@pytest.mark.parametrize("name", ["one", "several", "hostile", "empty"])
-@pytest.mark.parametrize("width", [1200, 375])
-@pytest.mark.parametrize("dark", [False, True])
-def test_pages_render_without_a_word_on_the_console(
-    browser: Browser, pages: Pages, name: str, width: int, dark: bool
-) -> None:
-    browser.open(getattr(pages, name), width=width, dark=dark)
-    assert browser.problems() == []
-    assert browser.js("document.title").endswith("offbeat report")
-    assert browser.js("document.documentElement.scrollWidth") <= width
-    wide = "[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll')"
-    wide += f" && e.getBoundingClientRect().right > {width + 1}).map(e => e.outerHTML)"
-    assert browser.js(wide) == []
-
-
-def test_a_click_on_the_timeline_shows_the_action(browser: Browser, pages: Pages) -> None:
-    browser.open(pages.one)
-    browser.click(*first_action(browser))
-    shown = browser.text(".details").split("\n")
-    facts = dict(zip(shown[::2], shown[1::2], strict=True))
-    assert facts == {
-        "action": "forward (0F0)",
-        "stage": "0",
-        "replica": "0",
-        "batch": "0",
-        "version read": "0",
-        "lag": "0 updates",
-        "start": "0 s",
-        "duration": "10 ms",
-    }
-    assert browser.problems() == []
-
-
-def test_a_tap_on_a_phone_shows_the_action(browser: Browser, pages: Pages) -> None:
-    browser.open(pages.one, width=375)
-    browser.tap(*first_action(browser))
-    assert "forward (0F0)" in browser.text(".details")
-
-
-def test_two_fingers_zoom_the_timeline(browser: Browser, pages: Pages) -> None:
-    browser.open(pages.one, width=375)
-    before = browser.text(".range")
-    x, y = first_action(browser)
-    for kind, apart in (("touchStart", 40), ("touchMove", 80), ("touchMove", 120)):
-        fingers = [{"x": x + 100 - apart, "y": y, "id": 0}, {"x": x + 100 + apart, "y": y, "id": 1}]
-        browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=fingers)
-    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-    browser.settle()
-    assert browser.text(".range") != before
-    assert browser.text(".details") == "No action chosen yet."
-    assert browser.js("visualViewport.scale") == 1, "the timeline zooms, not the page"
-
-
-def test_keys_go_from_action_to_action(browser: Browser, pages: Pages) -> None:
-    browser.open(pages.one)
-    browser.js("document.querySelector('canvas').focus()")
-    browser.press("ArrowRight")
-    assert "forward (0F0)" in browser.text(".details")
-    browser.press("ArrowRight")
-    assert "forward (0F1)" in browser.text(".details")
-    for _ in range(3):
-        browser.press("ArrowDown")
-    assert "(3F0)" in browser.text(".details") and "2.5" in browser.text(".details")
-    browser.press("Escape")
-    assert browser.text(".details") == "No action chosen."
-
-
-def test_the_timeline_zooms_and_moves(browser: Browser, pages: Pages) -> None:
-    browser.open(pages.one)
-    views = [browser.text(".range")]
-
-    def seen() -> str:
-        browser.settle()
-        views.append(browser.text(".range"))
-        return views[-1]
-
-    for word in ("in", "out", "right", "all"):
-        browser.js(f"document.querySelector('[data-do={word}]').click()")
-        assert seen() != views[-2]
-    assert views[-1].startswith("all: ")
-    x, y = first_action(browser)
-    browser.mouse("mouseWheel", x + 200, y, deltaX=0, deltaY=-120)
-    assert seen() == views[-2], "a reader who scrolls the page is not caught"
-    x, y = first_action(browser)  # the page has scrolled
-    browser.click(x, y)
-    browser.mouse("mouseWheel", x + 200, y, deltaX=0, deltaY=-120)
-    assert seen() != views[-2]
-    before = browser.text(".details")
-    browser.mouse("mousePressed", x + 300, y, button="left", clickCount=1)
-    for step in range(1, 6):
-        browser.mouse("mouseMoved", x + 300 - 20 * step, y, button="left", buttons=1)
-    browser.mouse("mouseReleased", x + 200, y, button="left", clickCount=1)
-    assert seen() != views[-2]
-    assert browser.text(".details") == before, "a drag is no click"
-    assert browser.problems() == []
-
-
-def test_runs_can_be_hidden_and_curves_drawn_against_time(browser: Browser, pages: Pages) -> None:
-    browser.open(pages.several)
-    lines = "document.querySelectorAll('[data-chart=test_accuracy] path').length"
-    axis = "[...document.querySelectorAll('[data-chart=test_accuracy] text')].at(-1).textContent"
-    assert (browser.js(lines), browser.js(axis)) == (3, "epoch")
-    browser.js("document.querySelector('[data-run=\"1\"]').click()")
-    browser.js("document.querySelector('[data-axis=time]').click()")
-    assert (browser.js(lines), browser.js(axis)) == (2, "time, s")
-    pressed = "document.querySelector('[data-run=\"1\"]').getAttribute('aria-pressed')"
-    assert browser.js(pressed) == "false"
-    browser.js("document.querySelector('[data-run=\"1\"]').click()")
-    assert browser.js(lines) == 3
-    assert browser.problems() == []
-
-
-def test_pointing_at_a_curve_shows_its_values(browser: Browser, pages: Pages) -> None:
-    browser.open(pages.several)
-    left, top = browser.place_of("[data-chart=test_accuracy] svg")
-    browser.mouse("mouseMoved", left + 50, top + 60)
-    browser.settle()
-    shown = browser.text("[data-chart=test_accuracy] .tip").split()
-    assert shown == ["epoch", "1", "stale", "30", "bp", "30", "two", "30"]
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out_from_the_page(browser: Browser, pages: Pages, dark: bool) -> None:
-    """WCAG's contrast of at least 4.5, for text and for notes."""
-    browser.open(pages.one, dark=dark)
-
-    def luminance(colour: str) -> float:
-        shares = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
-        light = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
-        return float(np.dot(light, (0.2126, 0.7152, 0.0722)))
-
-    paper = luminance(browser.js("getComputedStyle(document.body).backgroundColor"))
-    assert (paper < 0.05) == dark
-    for selector in ("body", ".note", "nav a", "thead th"):
-        ink = luminance(browser.js(f"getComputedStyle(document.querySelector('{selector}')).color"))
-        high, low = max(ink, paper), min(ink, paper)
-        assert (high + 0.05) / (low + 0.05) >= 4.5, selector

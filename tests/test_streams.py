@@ -270,7 +270,7 @@ def test_a_corrected_update_is_recorded_unless_it_changes(correction: Any, recor
     for x, y in image_batches(12):
         trainer.step(x, y)
     late = [runner for runner, lag in zip(runners_of(trainer), trainer.lags, strict=True) if lag]
-    assert [runner.recorded_update.made for runner in late] == [recorded] * 2
+    assert [runner.recorded_update.latest is not None for runner in late] == [recorded] * 2
 
 
 def test_a_correction_with_new_memory_is_recorded_anew() -> None:
@@ -292,7 +292,7 @@ def test_a_rate_on_the_cpu_that_changes_in_place_is_never_an_older_one() -> None
     )
     for x, y in image_batches(12):
         trainer.step(x, y)
-    assert all(not runner.recorded_update.made for runner in runners_of(trainer))
+    assert all(not runner.recorded_update.latest for runner in runners_of(trainer))
 
 
 @pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
@@ -321,7 +321,7 @@ def test_numbers_that_change_are_never_those_of_an_older_recording() -> None:
         trainer = compare(
             cnn(), image_batches(45), StaleWeights(), scheduler=scheduler, cuts=[3, 6]
         )
-    assert all(not runner.recorded_update.made for runner in runners_of(trainer))
+    assert all(not runner.recorded_update.latest for runner in runners_of(trainer))
 
 
 def test_dropout_draws_the_serial_numbers() -> None:
@@ -378,7 +378,7 @@ def test_what_cannot_be_recorded_runs_unrecorded_and_says_where(
     def fail_in_stage_1(lane: PretendedLane, function: Any, pool: Any = None) -> Any:
         assert lane.stage is not None
         if lane.stage.index == 1 and function.__name__ == "run_forward":
-            raise NotRecordable("'x.item()' (model.py, line 7)", "operation not permitted")
+            raise NotRecordable("'x.item()' (model.py, line 7): operation not permitted")
         return record(lane, function, pool)
 
     monkeypatch.setattr(PretendedLane, "record", fail_in_stage_1)
@@ -566,7 +566,7 @@ def test_exact_checkpoints_pass_between_engines(
     again, whole = interrupted(tmp_path, build, "cnn", engines)
     assert_same_bits(again.state_dict(), whole.state_dict())
     ours = again if engines[1] == "streams" else whole
-    assert all(runner.recorded_update.made for runner in runners_of(ours))
+    assert all(runner.recorded_update.latest for runner in runners_of(ours))
 
 
 def test_graphs_are_put_back_in_the_stage_s_own_lane(
@@ -780,7 +780,7 @@ def test_losses_reach_the_ledger_in_small_portions_and_without_asking_the_gpu(
             landing.values |= landing.under_way
             landing.under_way.clear()
 
-    monkeypatch.setattr(streams, "marked", lambda: Sent(perf_counter()))
+    monkeypatch.setattr(streams, "mark", lambda: Sent(perf_counter()))
     monkeypatch.setattr(streams, "_UNSETTLED", 40)
     monkeypatch.setattr(streams, "_AT_ONCE", 10)
     monkeypatch.setattr(torch, "empty", memory)

@@ -6,11 +6,13 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from offbeat.app.cli.report import runs_in
 from offbeat.app.experiment import Experiment
 from offbeat.app.progress import Progress
 from offbeat.app.report.page import page
+from offbeat.app.results import command_of
 from offbeat.app.runs import Run
 from offbeat.app.study import cells_of
 from offbeat.app.training import run_experiment
@@ -89,6 +92,7 @@ def test_a_run_stores_all_that_decided_it(tmp_path: Path) -> None:
     assert run.config["method"] == {"name": "stale-weights", "settings": {}}
     assert run.config["lags"] == [4, 2, 0]
     assert run.config["versions"]["torch"] == torch.__version__
+    assert run.config["threads"] == torch.get_num_threads()
     assert run.summary["status"] == "finished"
     assert run.summary["steps"] == 23
     assert set(run.summary["lags"]) == {"0", "1", "2"}
@@ -104,6 +108,48 @@ def test_a_run_stores_all_that_decided_it(tmp_path: Path) -> None:
     experiment = Experiment.read({"method": "stale-weights", "stages": 3, **_short()})
     fresh = build(experiment, data_named("digits"), 23)
     fresh.model.load_state_dict(state)
+
+
+def test_a_stored_command_can_be_pasted_and_repeats_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"  # a command that named it would be lost with it
+    file.write_text('[model]\nname = "mlp"\nhidden = [32, 16]\n')
+    run = train(
+        tmp_path / "run", "--config", str(file), "--method", "dsp:lag=(2,0)", "--stages", "2",
+        "--correction", "predict:horizon=lag + clip-per-stage:times=3", "--seed", "-3", "--monitor",
+        "--no-augment", "--milestones", "0.25,0.5", "--clip", "1.5",
+    )  # fmt: skip
+    threads, *words = shlex.split(run.config["command"])
+    assert threads == f"OMP_NUM_THREADS={torch.get_num_threads()}"
+    assert words[:2] == ["offbeat", "train"]
+    assert "'mlp:hidden=[32, 16]'" in run.config["command"]
+    assert offbeat_says(*words[1:], "--out", str(tmp_path / "again")) == 0
+    again = Run.load(tmp_path / "again")
+    assert again.config | {"started": ""} == run.config | {"started": ""}
+    assert again.summary["loss"] == run.summary["loss"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"averaging": "dasgd:every=4,delay=1", "replicas": 2, "cuts": "2,layer.3"},
+        {"milestones": (), "lr": 1e-5, "hybrid": 2, "data_folder": "my data"},
+        {"ppv": [2, 5], "compile": True, "max_lag": 3, "engine": "serial"},
+    ],
+)
+def test_every_setting_comes_back_from_the_command(settings: dict[str, Any]) -> None:
+    experiment = Experiment.read(settings)
+    words = shlex.split(command_of(experiment, 1))[3:]
+    given: dict[str, Any] = {}
+    while words:
+        name = words.pop(0).removeprefix("--").replace("-", "_")
+        given[name] = True if name == "compile" else words.pop(0)
+    assert Experiment.read(given) == experiment
+
+
+def test_a_command_of_processes_starts_them() -> None:
+    command = command_of(Experiment.read({"stages": 2}), 4)
+    assert "torchrun --nproc-per-node 4 -m -- offbeat train --stages 2" in command
 
 
 def _short() -> dict[str, Any]:
@@ -137,6 +183,23 @@ def test_the_live_view_shows_what_matters(tmp_path: Path) -> None:
     run_experiment(experiment, tmp_path / "run", lambda: [Screen(console)])
     for words in ("DSP, 3 stages, lag 4 2 0", "epoch 1/1", "rows/s", "left", "busy", "finished"):
         assert words in drawn.getvalue(), words
+
+
+def test_a_run_that_goes_on_takes_the_time_of_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """500 of 1000 steps were taken before; these 10 took 20 s."""
+    clock = [0.0]
+    monkeypatch.setattr("offbeat.app.cli.live.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    drawn = io.StringIO()
+    screen = Screen(Console(file=drawn, force_terminal=True, width=110))
+    trainer = build(Experiment.read({"stages": 2, **_short()}), data_named("digits"), 100)
+    progress = Progress(10, 100, step=500, epoch=5)
+    screen.begin(trainer, progress)
+    progress.step, clock[0] = 510, 20.0
+    screen.step(trainer, progress)
+    screen.end("interrupted")
+    assert "16:20 left" in drawn.getvalue()
 
 
 def test_tensorboard_is_asked_for_by_name(

@@ -70,7 +70,9 @@ def train(job: Job, data: Images, device: torch.device, until: float) -> dict[st
 def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[str, Any] | None:
     per_epoch = min(len(data), job.rows) // job.batch
     trainer = trainer_of(job, device, job.epochs * per_epoch)
-    start, done, first_s = time.monotonic(), 0, 0.0
+    # Recordings are made by then; a short run has at least its second half without them.
+    warm = min(LOOKS_EVERY, job.epochs * per_epoch // 2)
+    start, done, warm_s = time.monotonic(), 0, 0.0
     made: dict[str, Any] = {}
     for epoch in range(job.epochs):
         for images, labels in data.batches_of(job.seeds, job.batch, epoch=epoch):
@@ -78,20 +80,28 @@ def _train(job: Job, data: Images, device: torch.device, until: float) -> dict[s
             done += 1
             if done == 1:
                 made = _described(trainer)
-            if done == LOOKS_EVERY:
-                first_s = time.monotonic() - start  # recordings are made by then
+            if done == warm:
+                warm_s = _passed_s(start, device)
             if done % LOOKS_EVERY == 0 and time.monotonic() > until:
                 return None
     trainer.flush()
+    trained_s = _passed_s(start, device)
     scores = evaluated(trainer.model, data.test, job, device)
     seconds = time.monotonic() - start
     return {
         "accuracies": scores,
         **made,
         "seconds": round(seconds, 2),
-        "ms_per_update": round(1e3 * (seconds - first_s) / max(1, done - LOOKS_EVERY), 3),
+        "ms_per_update": round(1e3 * (trained_s - warm_s) / (done - warm), 3) if warm else None,
         "memory_gib": memory_gib(device),
     }
+
+
+def _passed_s(start: float, device: torch.device) -> float:
+    """Since then, all that was queued included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic() - start
 
 
 def gib_of(job: Job) -> float:

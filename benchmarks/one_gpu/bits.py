@@ -4,6 +4,9 @@ Trains under deterministic algorithms with both engines and compares every weigh
 lag. The cases are those of ``tests/gpu``; here they are printed and stored, one row per case.
 
     python -m benchmarks.one_gpu.bits --out benchmarks/one_gpu/bits.json
+
+``--part 2/4`` takes every fourth case beginning with the second, so that several processes can
+share the GPU; their cases together are those of one process.
 """
 
 import argparse
@@ -27,12 +30,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Same bits with streams.")
     parser.add_argument("--out", type=Path, default=Path("bits.json"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--part", default="1/1", help="which share of the cases, such as 2/4")
     arguments = parser.parse_args()
     need("cuda")
+    number, parts = map(int, arguments.part.split("/"))
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     rows: list[dict[str, Any]] = []
-    for case in CASES:
+    for case in CASES[number - 1 :: parts]:
         if arguments.only not in case.name:
             continue
         try:

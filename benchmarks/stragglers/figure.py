@@ -1,13 +1,15 @@
-"""Draws the increase of a step's time against the slow-down, one line per method.
+"""Draws a step's time, and its increase, against the slow-down: one line per method.
 
 python -m benchmarks.stragglers.figure benchmarks/stragglers/results.jsonl
 """
 
-import argparse
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from benchmarks import pictures
 from benchmarks.stored import read_result
+from benchmarks.stragglers.summary import Lines, increases_of, times_of
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette; the three DSPs are one hue, darker with more slack.
@@ -22,22 +24,46 @@ STYLES: dict[str, tuple[str, str]] = {
     "DSP hop 3": ("#084594", "P"),
 }
 
+TICKS_MS = (60, 80, 100, 150, 200, 300, 400)
+
 
 def draw(result: dict[str, Any]) -> Figure:
-    figure = Figure(figsize=(8.5, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    rows = result["summary"]
-    for name in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == name]
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    times, increases = times_of(result), increases_of(result)
+    _draw_lines(left, times)
+    left.set_yscale("log")
+    left.set_yticks(TICKS_MS, TICKS_MS)
+    left.set_yticks([], minor=True)
+    left.set_ylabel("mean time per step, ms (log axis)")
+    left.set_title("What a user pays", loc="left")
+    _draw_lines(right, increases)
+    most = max(row["slowdown"] for row in result["runs"])
+    floor = 100 * result["setting"]["probability"] * most
+    right.plot([0, 100 * most], [0, floor], "--", color="#777777", label="floor: a third")
+    right.set_ylim(bottom=0)
+    right.set_ylabel("increase of it over the method without faults, %")
+    right.set_title("What faults add to it", loc="left")
+    _add_legend(left, {name: fmean(line[most]) for name, line in times.items()})
+    ends = {name: fmean(line[most]) for name, line in increases.items()}
+    _add_legend(right, ends | {"floor: a third": floor})
+    compute = "sleeping" if result["setting"]["work"]["compute"] == "sleep" else "computing"
+    figure.suptitle(f"Every (stage, step) slowed with probability 1/3; 4 {compute} processes")
+    return figure
+
+
+def _draw_lines(axes: Axes, lines: Lines) -> None:
+    """Means over seeds, with bars from the lowest to the highest."""
+    for name, line in lines.items():
         colour, marker = STYLES[name]
-        means = [row["increase_percent"] for row in mine]
+        means = {by: fmean(values) for by, values in sorted(line.items())}
         spread = [
-            [mean - row["lowest_percent"] for mean, row in zip(means, mine, strict=True)],
-            [row["highest_percent"] - mean for mean, row in zip(means, mine, strict=True)],
+            [mean - min(line[by]) for by, mean in means.items()],
+            [max(line[by]) - mean for by, mean in means.items()],
         ]
         axes.errorbar(
-            [100 * row["slowdown"] for row in mine],
-            means,
+            [100 * by for by in means],
+            list(means.values()),
             yerr=spread,
             color=colour,
             marker=marker,
@@ -46,39 +72,23 @@ def draw(result: dict[str, Any]) -> Figure:
             linewidth=1.5,
             label=name,
         )
-    slowdowns = sorted({row["slowdown"] for row in rows})
-    ends = [0.0, slowdowns[-1]]
-    floors = [100 * result["setting"]["probability"] * by for by in ends]
-    axes.plot([100 * by for by in ends], floors, "--", color="#777777", label="floor: a third")
     axes.set_xlabel("slow-down of a slowed stage, %")
-    axes.set_ylabel("increase of the mean time per step, %")
-    axes.set_xticks([0, *(100 * by for by in slowdowns)])
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted({0.0} | {100 * by for line in lines.values() for by in line}))
     axes.grid(alpha=0.3)
+
+
+def _add_legend(axes: Axes, ends: dict[str, float]) -> None:
+    """From the top down, as the lines end."""
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda n: -_last(labels[n], rows, floors[-1]))
-    axes.legend([handles[n] for n in order], [labels[n] for n in order], frameon=False)
-    compute = "sleeping" if result["setting"]["work"]["compute"] == "sleep" else "computing"
-    axes.set_title(f"Every (stage, step) slowed with probability 1/3; 4 {compute} processes")
-    return figure
-
-
-def _last(name: str, rows: list[dict[str, Any]], floor: float) -> float:
-    """Where a line ends: the legend lists them from the top down."""
-    ends = {row["method"]: float(row["increase_percent"]) for row in rows}
-    return ends.get(name, floor)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
-    arguments = parser.parse_args()
-    out = arguments.out or arguments.results.with_suffix(".png")
-    draw(read_result(arguments.results)).savefig(out, dpi=120)
-    print(out)
+    pairs = sorted(zip(handles, labels, strict=True), key=lambda pair: -ends[pair[1]])
+    axes.legend(
+        *zip(*pairs, strict=True),
+        frameon=False,
+        fontsize=9,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read_result(path)), __doc__, dpi=120)

@@ -13,35 +13,51 @@ FOLDER = Path(__file__).parent
 FILES = {"": "results.jsonl", "real.": "results-real.jsonl"}
 
 
-def runs_of(result: dict[str, Any], method: str, by: float) -> list[dict[str, Any]]:
-    return [r for r in result["runs"] if (r["method"], r["slowdown"]) == (method, by)]
+Lines = dict[str, dict[float, list[float]]]
+"""Per method and slow-down a value of every seed."""
+
+
+def times_of(result: dict[str, Any]) -> Lines:
+    """Milliseconds per step, also without faults."""
+    lines: Lines = {}
+    for row in result["runs"]:
+        of_method = lines.setdefault(row["method"], {})
+        of_method.setdefault(row["slowdown"], []).append(1000 * row["step_s"])
+    return lines
+
+
+def increases_of(result: dict[str, Any]) -> Lines:
+    """Percent of the same seed's time without faults."""
+    lines: Lines = {}
+    for row in result["runs"]:
+        if row["slowdown"]:
+            of_method = lines.setdefault(row["method"], {})
+            of_method.setdefault(row["slowdown"], []).append(row["increase_percent"])
+    return lines
 
 
 def facts() -> Iterator[tuple[str, float | Interval]]:
     for prefix, file in FILES.items():
         result = read_result(FOLDER / file)
-        for method in result["setting"]["methods"]:
-            for by in sorted({run["slowdown"] for run in result["runs"]}):
-                runs = runs_of(result, method, by)
+        times, increases = times_of(result), increases_of(result)
+        for method, line in times.items():
+            for by, values in line.items():
                 key = f"{prefix}{slug(method)}.{100 * by:.0f}"
-                yield f"{key}.ms", 1000 * fmean(run["step_s"] for run in runs)
+                yield f"{key}.ms", fmean(values)
                 if by:
-                    yield key, mean([run["increase_percent"] for run in runs])
+                    yield key, mean(increases[method][by])
 
 
 def milliseconds(result: dict[str, Any]) -> str:
-    """What a step takes, by method and slow-down."""
-    levels = sorted({run["slowdown"] for run in result["runs"]})
+    """What a step takes, by method and slow-down: means over seeds."""
+    times = times_of(result)
+    levels = sorted(next(iter(times.values())))
     lines = [
-        f"| ms a step, slowed | {' | '.join(f'by {by:.0%}' if by else 'never' for by in levels)} |",
+        f"| method | {' | '.join(f'by {by:.0%}' if by else 'no faults' for by in levels)} |",
         "|---" * (len(levels) + 1) + "|",
     ]
-    for method in result["setting"]["methods"]:
-        cells = (
-            f"{1000 * fmean(run['step_s'] for run in runs_of(result, method, by)):.0f}"
-            for by in levels
-        )
-        lines.append(f"| {method} | {' | '.join(cells)} |")
+    for method, line in times.items():
+        lines.append(f"| {method} | {' | '.join(f'{fmean(line[by]):.1f}' for by in levels)} |")
     return "\n".join(lines)
 
 

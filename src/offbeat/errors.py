@@ -52,10 +52,7 @@ class StoppedError(OffbeatError, RuntimeError):
 
 
 class WorkerLost(OffbeatError, RuntimeError):
-    """Another process of this run failed, died or sent nothing for too long.
-
-    ``rank`` is the one to which the connection broke, where that is what happened.
-    """
+    """Another process failed, died or was silent for too long; ``rank``: of a broken connection."""
 
     def __init__(self, words: str, *, rank: int | None = None) -> None:
         super().__init__(words)

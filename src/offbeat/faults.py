@@ -6,36 +6,32 @@
 >>> faults.slowdown(0, 0)
 0.0
 
-A plan is a value: every process can be given the same one, and each carries out its own part. What
-was done is counted in ``counts``.
+A plan is a value: every process can be given the same one, and each carries out its own part.
 """
 
 import os
 import random
 import signal
 import time
-from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from offbeat.errors import ConfigurationError
 from offbeat.schedules.table import Action, parse_actions
 
-Kind = Literal["delay", "fail", "kill"]
+_Kind = Literal["delay", "fail", "kill"]
 
 
-@dataclass(frozen=True)
-class _Slow:
+class _Slow(NamedTuple):
     stage: int | None
     by: float
     probability: float
     seed: int
 
 
-@dataclass(frozen=True)
-class _Event:
+class _Event(NamedTuple):
     action: Action
-    kind: Kind
+    kind: _Kind
     amount: float = 0.0
 
 
@@ -45,8 +41,6 @@ class Faults:
 
     _slows: tuple[_Slow, ...] = ()
     _events: tuple[_Event, ...] = ()
-    counts: Counter[str] = field(default_factory=Counter, compare=False)
-    """How often each kind of fault has struck in this process."""
 
     def slow(
         self, *, stage: int | None = None, by: float, probability: float = 1.0, seed: int = 0
@@ -74,7 +68,7 @@ class Faults:
         """Ends the process by a signal before one action."""
         return self._at(action, "kill", signal_number)
 
-    def _at(self, action: str, kind: Kind, amount: float = 0.0) -> "Faults":
+    def _at(self, action: str, kind: _Kind, amount: float = 0.0) -> "Faults":
         (parsed,) = parse_actions(action)
         return replace(self, _events=(*self._events, _Event(parsed, kind, amount)))
 
@@ -90,18 +84,15 @@ class Faults:
     def before(self, action: Action) -> None:
         """Called by a worker ahead of each action."""
         for event in self._events:
-            if event.action == action:
-                self.counts[event.kind] += 1
-                if event.kind == "delay":
-                    time.sleep(event.amount)
-                elif event.kind == "kill":
-                    os.kill(os.getpid(), int(event.amount))
-                else:
-                    raise RuntimeError(f"a fault was planned at {event.action}")
+            if event.action != action:
+                continue
+            if event.kind == "delay":
+                time.sleep(event.amount)
+            elif event.kind == "kill":
+                os.kill(os.getpid(), int(event.amount))
+            else:
+                raise RuntimeError(f"a fault was planned at {event.action}")
 
     def after(self, stage: int, step: int, elapsed_s: float) -> None:
         """Called by a worker after each forward and backward with the time it took."""
-        extra = self.slowdown(stage, step)
-        if extra:
-            self.counts["slow"] += 1
-            time.sleep(extra * elapsed_s)
+        time.sleep(self.slowdown(stage, step) * elapsed_s)

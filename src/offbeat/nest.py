@@ -63,9 +63,7 @@ def split(nest: Nest, parts: int) -> list[Nest]:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory without holes, in whatever order."""
     expected = 1
-    for size, stride in sorted(
-        zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]
-    ):
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1 and stride != expected:
             return False
         expected *= size

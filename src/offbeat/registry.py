@@ -76,9 +76,6 @@ def _check(kind: Any, settings: dict[str, Any]) -> None:
         )
 
 
-# ------------------------------------------------------------------ how choices are written
-
-
 @dataclass(frozen=True)
 class Choice:
     """A name and its settings: ``adl:accumulate=4``, or a table with ``name`` in a TOML file."""

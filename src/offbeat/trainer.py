@@ -31,7 +31,7 @@ from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
-from offbeat.stages.stage import Loss
+from offbeat.stages.network import Loss
 
 
 class Trainer:
@@ -124,11 +124,12 @@ class Trainer:
         course = choose_course(method, corrections, cut, optimizer, model)
         if isinstance(model, nn.Module) and stages is None and cuts is None and ppv is None:
             checks.warn_of_one_stage(course.method, cut.stages)
+        checks.check_factories(optimizer, scheduler)
         setup = Setup(
             course=course,
             loss=checks.checked_loss(loss),
-            optimizer=checks.checked_optimizer(optimizer),
-            scheduler=checks.checked_scheduler(scheduler),
+            optimizer=optimizer,
+            scheduler=scheduler,
             clip=checks.checked_clip(clip),
             autocast=checks.checked_autocast(autocast),
             compile=compile,

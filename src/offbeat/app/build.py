@@ -37,6 +37,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
     torch.manual_seed(experiment.seed)
     model = network_for(data, experiment.model.name, **experiment.model.settings)
     cuts: Any = [int(cut) if cut.isdigit() else cut for cut in experiment.cuts] or None
+    nonfinite: Any = experiment.nonfinite or (None if experiment.max_lag is None else "warn")
     return Trainer(
         model.to(device_of(experiment.device)),
         loss=data.loss,
@@ -51,7 +52,7 @@ def build(experiment: Experiment, data: Data, steps_per_epoch: int) -> Trainer:
         averaging=averaging_of(experiment),
         scheduler=scheduler_factory(experiment, experiment.epochs * steps_per_epoch),
         clip=experiment.clip,
-        guards=guards_of(experiment),
+        guards=nonfinite and Guards(nonfinite=nonfinite, max_lag=experiment.max_lag),
         seed=experiment.seed,
         autocast=torch.bfloat16 if experiment.autocast else None,
         engine=experiment.engine,  # type: ignore[arg-type]  # checked by the trainer
@@ -115,13 +116,6 @@ def averaging_of(experiment: Experiment) -> Averaging | None:
     return None if choice is None else averaging_named(choice.name, **choice.settings)
 
 
-def guards_of(experiment: Experiment) -> Guards | None:
-    nonfinite, max_lag = experiment.nonfinite, experiment.max_lag
-    if nonfinite is None and max_lag is None:
-        return None
-    return Guards(nonfinite=nonfinite or "warn", max_lag=max_lag)  # type: ignore[arg-type]  # checked there
-
-
 def optimizer_factory(
     experiment: Experiment,
 ) -> Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]]:
@@ -130,30 +124,27 @@ def optimizer_factory(
     # CUDA graphs read a rate that changes from the device; corrections need it on the host.
     recorded = experiment.engine == "streams" and not experiment.correction
 
-    def make_or_refuse(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+    def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
+        rate: Any = torch.tensor(lr, device=params[0].device) if recorded else lr
+        usual: dict[str, Any] = {"lr": rate, "weight_decay": decay}
         try:
-            return make(params)
+            if experiment.optimizer == "sgd":
+                fused = True if recorded else None
+                return torch.optim.SGD(params, momentum=momentum, fused=fused, **usual)
+            kind = torch.optim.Adam if experiment.optimizer == "adam" else torch.optim.AdamW
+            if experiment.optimizer != "muon":
+                return kind(params, capturable=recorded, **usual)
+            matrices = [p for p in params if p.dim() == 2]
+            others = [p for p in params if p.dim() != 2]
+            both: list[Optimizer] = [Muon(matrices, momentum=momentum, **usual)] if matrices else []
+            return [*both, kind(others, capturable=recorded, **usual)] if others else both
         except ValueError as error:
             raise ConfigurationError(
                 f"optimizer {experiment.optimizer} with lr={lr}, momentum={momentum} and"
                 f" weight_decay={decay}: {error}. Give numbers that it takes."
             ) from None
 
-    def make(params: list[nn.Parameter]) -> Optimizer | list[Optimizer]:
-        rate: Any = torch.tensor(lr, device=params[0].device) if recorded else lr
-        usual: dict[str, Any] = {"lr": rate, "weight_decay": decay}
-        if experiment.optimizer == "sgd":
-            fused = True if recorded else None
-            return torch.optim.SGD(params, momentum=momentum, fused=fused, **usual)
-        kind = torch.optim.Adam if experiment.optimizer == "adam" else torch.optim.AdamW
-        if experiment.optimizer != "muon":
-            return kind(params, capturable=recorded, **usual)
-        matrices = [p for p in params if p.dim() == 2]
-        others = [p for p in params if p.dim() != 2]
-        both: list[Optimizer] = [Muon(matrices, momentum=momentum, **usual)] if matrices else []
-        return [*both, kind(others, capturable=recorded, **usual)] if others else both
-
-    return make_or_refuse
+    return make
 
 
 def scheduler_factory(experiment: Experiment, updates: int) -> Callable[[Optimizer], LambdaLR]:

@@ -3,16 +3,18 @@
 Nothing here imports torch, so that ``offbeat train --help`` answers at once.
 """
 
+import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from offbeat.errors import ConfigurationError, unknown
-from offbeat.registry import Choice, split_choices
+from offbeat.registry import Choice, spell, split_choices
 
 Optimizer = Literal["sgd", "adam", "adamw", "muon"]
 Decay = Literal["constant", "cosine", "linear", "step", "one-cycle"]
@@ -24,15 +26,6 @@ Role = Literal["recipe", "run", "machine", "upkeep"]
 ``machine``  where it runs and what is watched: a study reads a finished run whatever it says;
 ``upkeep``   what is stored and where: the same, and it may change when a run goes on.
 """
-
-_LARGEST = 3e38
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON, where tuples are lists and keys are text, at any depth."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -56,21 +49,20 @@ def _setting(
     return field(default=default, metadata=facts)
 
 
+_recipe = partial(_setting, role="recipe")
+_machine = partial(_setting, role="machine")
+_upkeep = partial(_setting, role="upkeep")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Everything that decides a run. Field names are the flags, with dashes, and the TOML keys."""
 
-    model: Choice = _setting(
-        "A network of the zoo, as in resnet20 or gpt:layers=4,width=128.",
-        Choice("digits-cnn"),
-        role="recipe",
+    model: Choice = _recipe(
+        "A network of the zoo, as in resnet20 or gpt:layers=4,width=128.", Choice("digits-cnn")
     )
-    data: Choice = _setting(
-        "Data of the zoo, as in cifar10 or text:unit=bytes.", Choice("digits"), role="recipe"
-    )
-    data_folder: str | None = _setting(
-        "Where the data lies, if not in the cache.", None, role="upkeep"
-    )
+    data: Choice = _recipe("Data of the zoo, as in cifar10 or text:unit=bytes.", Choice("digits"))
+    data_folder: str | None = _upkeep("Where the data lies, if not in the cache.", None)
     method: Choice = _setting(
         "auto, or a name from 'offbeat methods', as in adl:accumulate=4.",
         Choice("synchronous"),
@@ -81,9 +73,7 @@ class Experiment:
         " given one by one.",
         (),
     )
-    monitor: bool = _setting(
-        "Read how stale each stage is, and probe at every evaluation.", False, role="machine"
-    )
+    monitor: bool = _machine("Read how stale each stage is, and probe at every evaluation.", False)
     hybrid: int | None = _setting("Epochs of the method; synchronous training follows.", None)
     stages: int | None = _setting(
         "How many stages, cut where their cost balances.", None, study="--stage-counts"
@@ -98,57 +88,43 @@ class Experiment:
     averaging: Choice | None = _setting(
         "How replicas are kept together, as in dasgd:every=4,delay=1.", None
     )
-    optimizer: Optimizer = _setting(
-        "sgd, adam, adamw or muon (AdamW for what is no matrix).", "sgd", role="recipe"
+    optimizer: Optimizer = _recipe("sgd, adam, adamw or muon (AdamW for what is no matrix).", "sgd")
+    lr: float = _recipe("Learning rate at its peak.", 0.1)
+    momentum: float = _recipe("Of sgd and muon.", 0.9)
+    weight_decay: float = _recipe("Of every optimizer.", 0.0)
+    decay: Decay = _recipe(
+        "How the learning rate falls: constant, cosine, linear, step, one-cycle.", "cosine"
     )
-    lr: float = _setting("Learning rate at its peak.", 0.1, role="recipe")
-    momentum: float = _setting("Of sgd and muon.", 0.9, role="recipe")
-    weight_decay: float = _setting("Of every optimizer.", 0.0, role="recipe")
-    decay: Decay = _setting(
-        "How the learning rate falls: constant, cosine, linear, step, one-cycle.",
-        "cosine",
-        role="recipe",
-    )
-    warmup: int = _setting("Updates in which the learning rate rises.", 0, role="recipe", least=0)
-    milestones: tuple[float, ...] = _setting(
+    warmup: int = _recipe("Updates in which the learning rate rises.", 0, least=0)
+    milestones: tuple[float, ...] = _recipe(
         "With step: shares of the run after which it falls to a tenth, as in 0.5,0.75.",
         (0.5, 0.75),
-        role="recipe",
     )
-    clip: float | None = _setting("Bound on the gradient norm.", None, role="recipe")
+    clip: float | None = _recipe("Bound on the gradient norm.", None)
     nonfinite: str | None = _setting(
         "About gradients that are not finite: warn, stop, skip or roll-back.", None
     )
     max_lag: int | None = _setting("Bound on the lag, in updates; refused and measured.", None)
-    epochs: int = _setting("Passes over the training data.", 5, role="recipe", least=1)
-    max_steps: int | None = _setting(
-        "Stop after so many updates; the learning rate falls as for all --epochs.",
-        None,
-        role="recipe",
-        least=1,
+    epochs: int = _recipe("Passes over the training data.", 5, least=1)
+    max_steps: int | None = _recipe(
+        "Stop after so many updates; the learning rate falls as for all --epochs.", None, least=1
     )
-    batch_size: int = _setting("Rows per update, over all replicas.", 64, role="recipe", least=1)
-    drop_last: bool = _setting("Leave out a short last batch.", False, role="recipe")
-    augment: bool = _setting("Random crops and flips where the data has them.", True, role="recipe")
+    batch_size: int = _recipe("Rows per update, over all replicas.", 64, least=1)
+    drop_last: bool = _recipe("Leave out a short last batch.", False)
+    augment: bool = _recipe("Random crops and flips where the data has them.", True)
     seed: int = _setting("Of weights, order, augmentation and dropout.", 0, study="--seeds")
-    device: str = _setting("As in cpu or cuda.", "cpu", role="machine")
-    engine: str | None = _setting(
-        "serial, processes or streams (side by side on one GPU); by default as started.",
-        None,
-        role="machine",
+    device: str = _machine("As in cpu or cuda.", "cpu")
+    engine: str | None = _machine(
+        "serial, processes or streams (side by side on one GPU); by default as started.", None
     )
     balance: str = _setting(
         "How --stages cuts: by counted arithmetic or by measured time.", "counted"
     )
     compile: bool = _setting("Every stage through torch.compile.", False)
-    autocast: bool = _setting(
-        "Forward passes in bfloat16 where PyTorch allows.", False, role="recipe"
-    )
+    autocast: bool = _recipe("Forward passes in bfloat16 where PyTorch allows.", False)
     evaluate_every: int = _setting("Epochs between evaluations.", 1, least=1)
-    save_every: int | None = _setting(
-        "Steps between checkpoints, for --resume.", None, role="upkeep", least=1
-    )
-    keep: int = _setting("How many checkpoints stay on disk.", 3, role="upkeep", least=1)
+    save_every: int | None = _upkeep("Steps between checkpoints, for --resume.", None, least=1)
+    keep: int = _upkeep("How many checkpoints stay on disk.", 3, least=1)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":
@@ -187,9 +163,9 @@ class Experiment:
             value, least = getattr(self, each.name), each.metadata["least"]
             if None not in (value, least) and value < least:
                 raise ConfigurationError(f"{each.name}={value}: give at least {least}.")
-            if each.type is float and not abs(value) <= _LARGEST:
+            if each.type is float and not abs(value) <= 3e38:
                 raise ConfigurationError(
-                    f"{each.name}={value}: give a number that float32 can hold, below {_LARGEST:g}."
+                    f"{each.name}={value}: give a number that float32 can hold, below 3e+38."
                 )
             if get_origin(each.type) is Literal and value not in get_args(each.type):
                 raise unknown(each.name, value, get_args(each.type))
@@ -201,12 +177,10 @@ class Experiment:
             raise ConfigurationError(f"lr={self.lr}: give a number above 0.")
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum={self.momentum}: give a number from 0 to below 1.")
-        for share in self.milestones:
-            if not 0 < share < 1:
-                raise ConfigurationError(
-                    f"milestones={','.join(map(str, self.milestones))}: give shares of the run,"
-                    " above 0 and below 1."
-                )
+        if not all(0 < share < 1 for share in self.milestones):
+            raise ConfigurationError(
+                f"milestones={spell(self.milestones)}: give shares of the run, above 0 and below 1."
+            )
         if self.hybrid is not None and not 0 < self.hybrid < self.epochs:
             raise ConfigurationError(
                 f"hybrid={self.hybrid} of epochs={self.epochs}: the method runs for the first of"
@@ -219,24 +193,16 @@ class Experiment:
 
     def unlike(self, other: "Experiment", *roles: Role) -> list[str]:
         """The settings with these roles in which they differ, be one of them stored."""
-        ours, theirs = _plain(self.as_dict()), _plain(other.as_dict())
+        ours, theirs = (  # as they come back from JSON, where tuples are lists and keys are text
+            json.loads(json.dumps(each.as_dict(), default=repr, skipkeys=True))
+            for each in (self, other)
+        )
         return [name for name in names_of(*roles) if ours[name] != theirs[name]]
 
 
 def names_of(*roles: Role) -> tuple[str, ...]:
     """The settings that are part of these."""
     return tuple(f.name for f in fields(Experiment) if f.metadata["role"] in roles)
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    if number != number:
-        raise ValueError
-    return number
-
-
-_READERS: dict[Any, Callable[[str], Any]] = {int: int, float: _number}
-"""Of text; everything else is text itself."""
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
@@ -254,12 +220,12 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
             return tuple(Choice.read(part, name) for part in chain(*parts))
         if get_origin(kind) is tuple and not isinstance(value, Mapping):
             texts = value.split(",") if isinstance(value, str) else map(str, value)
-            read = _READERS.get(get_args(kind)[0], str)
+            read, _ = get_args(kind)
             return tuple(read(text.strip()) for text in texts if text.strip())
         if kind is bool and isinstance(value, bool):
             return value
-        if kind in _READERS:
-            return _READERS[kind](str(value))
+        if kind in (int, float):
+            return kind(str(value))
         if get_origin(kind) is Literal or kind is str:
             return str(value)
     except ConfigurationError:

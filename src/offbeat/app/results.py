@@ -2,9 +2,9 @@
 
 import math
 import platform
-import sys
+import shlex
 from collections import Counter, defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from offbeat.app.experiment import Experiment
 from offbeat.app.progress import Progress
 from offbeat.guards import Update, Updates
 from offbeat.records.ledger import Ledger
-from offbeat.registry import Choice
+from offbeat.registry import Choice, spell
 from offbeat.trainer import Trainer
 
 
@@ -27,7 +27,8 @@ def describe_run(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
         **_describe_plan(trainer),
         "lags": list(trainer.lags),
         "stages": trainer.stages,
-        "command": sys.argv,
+        "command": command_of(experiment, trainer.mesh_size),
+        "threads": torch.get_num_threads(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "processes": trainer.mesh_size,
         "versions": {
@@ -37,6 +38,20 @@ def describe_run(experiment: Experiment, trainer: Trainer) -> dict[str, Any]:
             "system": platform.platform(),
         },
     }
+
+
+def command_of(experiment: Experiment, processes: int) -> str:
+    """What repeats a run with the same bits, to be pasted into a shell."""
+    launch = ["torchrun", "--nproc-per-node", str(processes), "-m", "--"] if processes > 1 else []
+    words = [f"OMP_NUM_THREADS={torch.get_num_threads()}", *launch, "offbeat", "train"]
+    for each in fields(experiment):
+        value, name = getattr(experiment, each.name), each.name.replace("_", "-")
+        if isinstance(value, bool) and value != each.default:
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value != each.default:
+            text = "+".join(map(spell, value)) if name == "correction" else spell(value)
+            words += [f"--{name}", "" if value == () else text]
+    return shlex.join(words)
 
 
 def _describe_plan(trainer: Trainer) -> dict[str, Any]:

@@ -18,18 +18,15 @@ from offbeat.app.experiment import Experiment
 from offbeat.app.progress import Progress, Recorder, Saver, Watcher
 from offbeat.app.results import describe_run, summarize_run
 from offbeat.app.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
-from offbeat.methods.auto import shown_on
+from offbeat.methods.auto import show_on
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, Loader
-
-_LEDGER_ENTRIES = 4000
-"""Kept of a run's ledger for its timeline; lags and waits are counted over the whole run."""
 
 
 def check_experiment(experiment: Experiment) -> None:
     """Refuses what could not be trained, without training it."""
     data = data_of(experiment)
-    with shown_on(StringIO()):  # to nobody: "auto" explains itself when it runs
+    with show_on(StringIO()):  # to nobody: "auto" explains itself when it runs
         trainer = build(experiment, data, 1)
     check_batches(experiment, data, trainer)
 
@@ -41,10 +38,7 @@ def run_experiment(
     *,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Trains, stores everything in ``folder`` and returns the summary.
-
-    ``resume``: goes on from the newest checkpoint in the folder, if there is one.
-    """
+    """Trains, stores all in ``folder``, returns the summary; ``resume``: from its checkpoint."""
     data = data_of(experiment)
     loader = data.loader(
         experiment.batch_size,
@@ -53,7 +47,7 @@ def run_experiment(
         augment=experiment.augment,
         drop_last=experiment.drop_last,
     )
-    with shown_on(sys.stdout):
+    with show_on(sys.stdout):
         trainer = build(experiment, data, len(loader))
     check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
@@ -73,7 +67,7 @@ def run_experiment(
     try:
         for watcher in shown:
             watcher.begin(trainer, progress)
-        with _counting_interrupts() as interrupted:
+        with _count_interrupts() as interrupted:
             status = training.run(interrupted)
         saver.finish(trainer)
     finally:
@@ -92,7 +86,7 @@ def run_experiment(
         torch.save(state, writer.folder / MODEL)
         if len(readings):
             readings.save(writer.folder / READINGS)
-        writer.finish(summary, ledger.tail(_LEDGER_ENTRIES))
+        writer.finish(summary, ledger.tail(4000))  # for a timeline; the summary has all counted
     return summary
 
 
@@ -179,12 +173,8 @@ class _Training:
             watcher.evaluated(self.trainer, self.progress)
 
 
-_PATIENCE = 3
-"""Interrupts after which a run ends at once: a terminal and torchrun each send one of their own."""
-
-
 @contextmanager
-def _counting_interrupts() -> Iterator[Callable[[], bool]]:
+def _count_interrupts() -> Iterator[Callable[[], bool]]:
     """Ctrl-C or SIGTERM asks a run to stop after a step; asked often enough it ends where it is."""
     count = 0
 
@@ -197,7 +187,7 @@ def _counting_interrupts() -> Iterator[Callable[[], bool]]:
                 " more stops at once and keeps nothing that is not saved yet",
                 file=sys.stderr,
             )
-        if count == _PATIENCE:
+        if count == 3:  # not 2: a terminal and torchrun each send one of their own
             raise KeyboardInterrupt
 
     try:

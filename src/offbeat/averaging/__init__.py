@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from offbeat.averaging.all_reduce import AllReduce
-from offbeat.averaging.base import Averaging
-from offbeat.averaging.co2 import CO2
-from offbeat.averaging.cocod import CoCoD
-from offbeat.averaging.dasgd import DaSGD
-from offbeat.averaging.diloco import DiLoCo
-from offbeat.averaging.eager_diloco import EagerDiLoCo
-from offbeat.averaging.local_sgd import LocalSGD
-from offbeat.averaging.overlap_local_sgd import OverlapLocalSGD
-from offbeat.averaging.post_local_sgd import PostLocalSGD
-from offbeat.averaging.streaming_diloco import StreamingDiLoCo
+from offbeat.averaging.all_reduce import AllReduce as AllReduce
+from offbeat.averaging.base import Averaging as Averaging
+from offbeat.averaging.co2 import CO2 as CO2
+from offbeat.averaging.cocod import CoCoD as CoCoD
+from offbeat.averaging.dasgd import DaSGD as DaSGD
+from offbeat.averaging.diloco import DiLoCo as DiLoCo
+from offbeat.averaging.eager_diloco import EagerDiLoCo as EagerDiLoCo
+from offbeat.averaging.local_sgd import LocalSGD as LocalSGD
+from offbeat.averaging.overlap_local_sgd import OverlapLocalSGD as OverlapLocalSGD
+from offbeat.averaging.post_local_sgd import PostLocalSGD as PostLocalSGD
+from offbeat.averaging.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from offbeat.registry import choose
 
 AVERAGINGS: tuple[type[Averaging], ...] = (
@@ -32,20 +32,3 @@ AVERAGINGS: tuple[type[Averaging], ...] = (
 def averaging_named(name: str, **settings: Any) -> Averaging:
     """The averaging of this name, case ignored: ``averaging_named("dasgd", every=4, delay=1)``."""
     return choose("averaging", AVERAGINGS, name, settings)
-
-
-__all__ = [
-    "AVERAGINGS",
-    "CO2",
-    "AllReduce",
-    "Averaging",
-    "CoCoD",
-    "DaSGD",
-    "DiLoCo",
-    "EagerDiLoCo",
-    "LocalSGD",
-    "OverlapLocalSGD",
-    "PostLocalSGD",
-    "StreamingDiLoCo",
-    "averaging_named",
-]

@@ -1,4 +1,4 @@
-"""One engine for every averaging: starts averages of a stage's weights and merges them later."""
+"""One averager for every averaging: it starts averages of weights and merges them later."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -10,7 +10,7 @@ from torch.optim import SparseAdam
 
 from offbeat.averaging.base import Averaging
 from offbeat.averaging.compression import Codec, codec_for
-from offbeat.averaging.flat import dtype_of, flatten, mean_of, unflatten
+from offbeat.averaging.flat import dtype_of, flatten, ordered_mean, unflatten
 from offbeat.averaging.fragment import Fragment
 from offbeat.errors import ConfigurationError
 from offbeat.records.ledger import Ledger
@@ -67,8 +67,6 @@ class Averager:
         self._local_from = averaging.warmup
         """The version of the weights from which local steps are counted."""
 
-    # ---------------------------------------------------------------- what is to be done
-
     def before_update(self) -> list[Task]:
         """What must happen between a backward and its update."""
         if not self._trainable:
@@ -114,8 +112,6 @@ class Averager:
     def _key(self, task: Task) -> Key:
         return Key(task.what, self._stage.index, task.number, source=task.fragment)
 
-    # ---------------------------------------------------------------- doing it
-
     def carry_out(self, task: Task) -> None:
         if task.kind == "S":
             self._start(task)
@@ -150,8 +146,6 @@ class Averager:
         self._ledger.record(
             kind, stage.index, task.number, stage.version, start, end, replica=stage.replica
         )
-
-    # ---------------------------------------------------------------- ending a round early
 
     def pending(self) -> list[Key]:
         """Averages that are under way."""
@@ -238,9 +232,8 @@ def _gradients_of(parameters: Sequence[nn.Parameter], codec: Codec) -> list[Tens
 
 def _take_gradients(parameters: Sequence[nn.Parameter], codec: Codec, gathered: Gathered) -> None:
     """The mean of all replicas' gradients; none where no replica has one."""
-    mean = mean_of([codec.decode(parts[:-1]) for parts in gathered.parts], gathered.replicas)
-    present = mean_of([parts[-1] for parts in gathered.parts], gathered.replicas).tolist()
-    for parameter, gradient, some in zip(
-        parameters, unflatten(mean, parameters), present, strict=True
-    ):
+    mean = ordered_mean([codec.decode(parts[:-1]) for parts in gathered.parts], gathered.replicas)
+    present = ordered_mean([parts[-1] for parts in gathered.parts], gathered.replicas).tolist()
+    gradients = unflatten(mean, parameters)
+    for parameter, gradient, some in zip(parameters, gradients, present, strict=True):
         parameter.grad = gradient if some else None

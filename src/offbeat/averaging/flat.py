@@ -1,6 +1,7 @@
 """Many tensors as one flat vector, and the mean of several vectors, always in the same order."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -19,10 +20,7 @@ def flatten(tensors: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
 
 def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
     """What a vector of these tensors is computed in."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -37,7 +35,7 @@ def write(vector: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(values)
 
 
-def mean_of(vectors: Sequence[Tensor], replicas: int) -> Tensor:
+def ordered_mean(vectors: Sequence[Tensor], replicas: int) -> Tensor:
     """Summed one after the other: the same bits wherever it is computed."""
     if len(vectors) == 1:
         return vectors[0] / replicas

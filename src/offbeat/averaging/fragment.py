@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from offbeat.averaging.base import Averaging, Plan
 from offbeat.averaging.compression import codec_for
-from offbeat.averaging.flat import flatten, mean_of, write
+from offbeat.averaging.flat import flatten, ordered_mean, write
 from offbeat.averaging.moments import MomentPlace, Moments
 from offbeat.stages.stage import Stage
 from offbeat.transport.base import Gathered
@@ -26,8 +26,6 @@ class Departure(NamedTuple):
 
 
 class Fragment:
-    """Starts and merges the averages of some parameters."""
-
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
@@ -115,7 +113,7 @@ class Fragment:
     def _mean_of(self, gathered: Gathered) -> Tensor:
         width = self._codec.width
         vectors = [self._codec.decode(of_one[:width]) for of_one in gathered.parts]
-        return mean_of(vectors, gathered.replicas)
+        return ordered_mean(vectors, gathered.replicas)
 
     def _merged(self, target: Tensor, now: Tensor, sent: Tensor | None) -> Tensor:
         """X + keep (x_sent - X) + progress (x - x_sent), written over ``now``.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.averaging.flat import flatten, mean_of
+from offbeat.averaging.flat import flatten, ordered_mean
 from offbeat.errors import ConfigurationError
 from offbeat.rng import seeded
 
@@ -108,7 +108,7 @@ class Moments:
         By the convex rule alone: Adam's second moment must not become negative.
         """
         # Sums, whether they were made on the way or not; each is divided by its own count.
-        total, counts = (mean_of([own[part] for own in parts], 1) for part in (0, 1))
+        total, counts = (ordered_mean([own[part] for own in parts], 1) for part in (0, 1))
         sizes = [self._parameters[place.parameter].numel() for place in places]
         for place, summed, count in zip(places, total.split(sizes), counts.tolist(), strict=True):
             parameter = self._parameters[place.parameter]

@@ -83,4 +83,4 @@ def mean_of(values: Sequence[Tensor]) -> Tensor:
     if not first.is_floating_point() or all(torch.equal(first, value) for value in values[1:]):
         return first
     wide = flat.dtype_of(values)
-    return flat.mean_of([value.to(wide) for value in values], len(values)).to(first.dtype)
+    return flat.ordered_mean([value.to(wide) for value in values], len(values)).to(first.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from offbeat.checkpoints import tensorfile
 from offbeat.checkpoints.facts import Manifest, facts_of
 from offbeat.checkpoints.folder import file_of
+from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.placement import Placement
@@ -76,6 +77,7 @@ def _process_state(pipeline: Pipeline) -> State:
         "readings": _as_tensor(engine.readings.to_bytes()),
         "updates": _as_tensor(engine.updates.to_bytes()),
         "clock": time.time() - time.perf_counter(),
+        "saved": time.time(),
         "generators": generator_states(pipeline.setup.device),
     }
 
@@ -100,7 +102,7 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
         )
     pipeline.discard()
     pipeline.position.load(on_device(process["place"], device))
-    shift_s = process["clock"] - (time.time() - time.perf_counter())
+    shift_s = process["clock"] - (time.time() - time.perf_counter()) + _pause_s(engine, process)
     with engine.between_steps():
         for worker, state in zip(engine.workers, states, strict=True):
             pipeline.follow(worker, *state["began_at"])
@@ -111,13 +113,22 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     set_generators(process["generators"], device)
 
 
+def _pause_s(engine: Engine, process: State) -> float:
+    """How long nobody trained, the same in all processes: the ledger goes on without it."""
+    if "saved" not in process:  # by an earlier version
+        return 0.0
+    moments = engine.meet("moment", [process["saved"], time.time()])
+    saved, now = map(max, zip(*(each for each in moments if each is not LOST), strict=True))
+    return max(0.0, float(now - saved))
+
+
 def _worker_state(worker: Worker) -> State:
     stage, transport = worker.stage, worker.transport
     if worker.averager is not None:
         for key in worker.averager.pending():  # not to be taken, only to have arrived
             transport.send(key, transport.receive(key))
     messages = transport.waiting(stage.index)
-    if stage.reuses_memory:
+    if stage.runner.reuses_memory:
         messages = apart(messages)
     return {
         "stage": stage.snapshot(),

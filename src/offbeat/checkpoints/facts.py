@@ -43,7 +43,7 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
         "guards": describe(setup.guards),
         "compile": setup.compile,
         "processes": pipeline.engine.size,
-        "seed": pipeline.recipe.seed,
+        "seed": pipeline.seed,
         "clip": setup.clip,
         "autocast": None if setup.autocast is None else str(setup.autocast),
         "layers": _digest_layers(cut.model),

@@ -1,5 +1,6 @@
 """What a correction is: a small change to forward weights, gradients or steps, by lag."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -129,14 +130,12 @@ class Hook:
 
 
 def require_number(
-    owner: str, name: str, value: object, *, above: float | None = None, most: float | None = None
+    owner: str, name: str, value: object, *, above: float, most: float = math.inf
 ) -> None:
     """Refuses what is not a number in (above, most]."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    low = number and above is not None and not value > above  # type: ignore[operator]
-    high = number and most is not None and not value <= most  # type: ignore[operator]
-    if not number or low or high:
-        limits = [] if above is None else [f"above {above:g}"]
-        limits += [] if most is None else [f"at most {most:g}"]
-        rule = " and ".join(limits)
-        raise ConfigurationError(f"{owner}({name}={value!r}): give a number {rule}".rstrip() + ".")
+    if not number or not above < value <= most:  # type: ignore[operator]
+        bound = "" if most == math.inf else f" and at most {most:g}"
+        raise ConfigurationError(
+            f"{owner}({name}={value!r}): give a number above {above:g}{bound}."
+        )

@@ -6,7 +6,7 @@ import torch
 
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings, require_number
 from offbeat.corrections.groups import Tensors, with_gradients
-from offbeat.corrections.seen import refuse_maximizing, refuse_recompute
+from offbeat.corrections.read_weights import refuse_maximizing, refuse_recompute
 from offbeat.methods.base import Rule
 
 _DECAY, _EPS = 0.95, 1e-7

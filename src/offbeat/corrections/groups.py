@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 Tensors = tuple[Tensor, ...]
-_MOMENTUM_KEYS = ("momentum", "betas")
 
 
 class Group:
@@ -121,7 +120,8 @@ class Group:
     @contextmanager
     def set_to(self, rate: float, momentum: float | None) -> Iterator[None]:
         """Lends the optimizer another learning rate (by a factor) and momentum."""
-        kept = {k: self._settings[k] for k in ("lr", *_MOMENTUM_KEYS) if k in self._settings}
+        lent = {"lr", "momentum", "betas"}
+        kept = {key: value for key, value in self._settings.items() if key in lent}
         if rate != 1.0:
             self._settings["lr"] = self._settings["lr"] * rate
         if momentum is not None and "momentum" in self._settings:

@@ -15,7 +15,7 @@ class MomentumByLag(Correction):
 
     Up, as by default, where another correction keeps high momentum stable; down where there is
     none. SGD's and Muon's momentum, Adam's beta1. Where D is more than the number of stages K it is
-    ``towards`` itself. Costs nothing. Reference: Ajanthan et al. 2025 (arXiv 2505.01099).
+    ``towards`` itself. Costs nothing.
     """
 
     name = "momentum-by-lag"

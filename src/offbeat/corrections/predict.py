@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from offbeat.corrections.base import Correction, Hook, Moment, Numbers, Surroundings, require_number
 from offbeat.corrections.groups import Group, Tensors
+from offbeat.corrections.read_weights import refuse_holes
 from offbeat.corrections.sample import Sample
-from offbeat.corrections.seen import refuse_holes
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.methods.base import Rule
 

@@ -12,7 +12,7 @@ class RateByLag(Correction):
 
     p is ``power``, or with ``anneal=N`` falls from it to 0 over the first N updates.
     ``RateByLag(plus=0, anneal=N)`` is PipeMare's first technique. Costs nothing; the base rate may
-    have to be tuned again. Reference: Yang et al. 2021 (PipeMare, arXiv 1910.05124).
+    have to be tuned again.
     """
 
     name = "rate-by-lag"

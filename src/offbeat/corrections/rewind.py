@@ -6,7 +6,7 @@ import torch
 
 from offbeat.corrections.base import Correction, Hook, Surroundings, require_number
 from offbeat.corrections.groups import Tensors
-from offbeat.corrections.seen import refuse_holes
+from offbeat.corrections.read_weights import refuse_holes
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import Rule
 
@@ -18,7 +18,7 @@ class Rewind(Correction):
     delta is a running mean of the updates, ``delta <- g delta + (1 - g) (w[t+1] - w[t])``,
     ``g = memory_at_lag**(1/D)``, so that an update D ago still weighs ``memory_at_lag``. It cures
     the difference between forward and backward weights, not the delay: for ``backward="current"``
-    and ``"recompute"``. Reference: Yang et al. 2021 (PipeMare, arXiv 1910.05124).
+    and ``"recompute"``.
     """
 
     name = "rewind"

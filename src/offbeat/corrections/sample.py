@@ -28,9 +28,5 @@ class Sample:
 
     def of(self, tensors: Tensors) -> Tensor:
         """One row with the chosen coordinates of all tensors."""
-        return torch.cat(
-            [
-                t.detach().to_dense().reshape(-1)[at]
-                for t, at in zip(tensors, self._places, strict=True)
-            ]
-        )
+        pairs = zip(tensors, self._places, strict=True)
+        return torch.cat([t.detach().to_dense().reshape(-1)[at] for t, at in pairs])

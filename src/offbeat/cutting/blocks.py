@@ -11,8 +11,7 @@ head), written as one ``forward``. It is cut between blocks without touching tha
   one.
 
 This is right only for models in which blocks hand each other nothing but the hidden state, and in
-which the suffix uses nothing of the prefix. Both ways are run on the first batch, also on random
-weights, behind which nothing can hide, and a model that is not like that is refused.
+which the suffix uses nothing of the prefix; ``compare.py`` refuses others.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +32,6 @@ from offbeat.stages.trial import call, leave_untouched
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksCut(Cut):
-    """A model cut between the blocks of a ModuleList."""
-
     path: str
     """Of the list of blocks."""
 
@@ -44,7 +41,11 @@ class BlocksCut(Cut):
         if not isinstance(model, nn.Module):
             return None
         paths = [cut for cut in wish.cuts or () if isinstance(cut, str)]
-        lists = _lists_of(model)
+        lists = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) > 1
+        }
         if not lists or (paths and paths[0].rpartition(".")[0] not in lists):
             return None
         longest = max(lists, key=lambda name: len(lists[name]))
@@ -84,10 +85,6 @@ class BlocksCut(Cut):
         return replace(self, places=places, modules=tuple(stages))
 
 
-def _lists_of(model: nn.Module) -> dict[str, nn.ModuleList]:
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
-
-
 def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str) -> str:
     """The path of the list that a block is in."""
     owner, _, number = path.rpartition(".")
@@ -108,15 +105,8 @@ def _stages_of(model: nn.Module, ends: Ends, places: Sequence[int]) -> list[nn.M
     return [*stages, _Last(model, ends, blocks[places[-1] :])]
 
 
-# ------------------------------------------------------------------------- stages
-
-
 class _Reached(Exception):
     """Leaves a forward where the next stage begins, with what its block would be called with."""
-
-    def __init__(self, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        super().__init__()
-        self.arguments, self.settings = arguments, settings
 
 
 def _leave(*arguments: Any, **settings: Any) -> None:
@@ -198,8 +188,8 @@ class _First(nn.Module):
         try:
             self._body(x)
         except _Reached as reached:
-            hidden, *rest = reached.arguments
-            return {"x": x, "hidden": hidden, "rest": rest, "settings": reached.settings}
+            (hidden, *rest), settings = reached.args
+            return {"x": x, "hidden": hidden, "rest": rest, "settings": settings}
         raise ConfigurationError("the model's forward did not come to its blocks in this batch.")
 
 

@@ -20,14 +20,11 @@ from offbeat import nest
 from offbeat.cutting.balance import cut_by_costs
 from offbeat.nest import Nest
 from offbeat.stages.lanes import Lane, NotRecordable
-from offbeat.stages.stage import precision
+from offbeat.stages.network import precision
 from offbeat.stages.trial import Whole, leave_untouched, outputs_of
 
 _REPEATS = 9
 _TRIES = 6
-
-
-# ------------------------------------------------------------------ arithmetic
 
 
 def cut_by_count(modules: Sequence[nn.Module], batch: Nest, stages: int) -> list[int]:
@@ -78,9 +75,6 @@ class _OperationCounter(TorchDispatchMode):
         elif not func.is_view:
             self.total += sum(tensor.numel() for tensor in nest.tensors(result))
         return result
-
-
-# ------------------------------------------------------------------ time
 
 
 def cut_by_time(

@@ -89,9 +89,6 @@ def _train_all(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-# ------------------------------------------------------------------------- modules
-
-
 class _Watch:
     """What one forward calls before the blocks and later, and how it calls the blocks."""
 
@@ -184,9 +181,6 @@ def _same(one: Nest, other: Nest) -> bool:
     """Whether two nests are alike in their tensors and in everything else."""
     rest, others = (nest.replace(part, lambda _: ...) for part in (one, other))
     return same_values(one, other) and bool(rest == others)
-
-
-# ------------------------------------------------------------------------- buffers
 
 
 class _BufferWatch:

@@ -10,8 +10,6 @@ from offbeat.stages.trial import Whole
 
 
 class GivenCut(Cut):
-    """A list of modules, one per stage, or a model in one stage."""
-
     @classmethod
     def plan(cls, wish: Wish) -> "GivenCut | None":
         model = wish.model

@@ -16,8 +16,6 @@ from offbeat.nest import Nest
 
 
 class SequentialCut(Cut):
-    """An ``nn.Sequential``."""
-
     @classmethod
     def plan(cls, wish: Wish) -> "SequentialCut | None":
         model = wish.model

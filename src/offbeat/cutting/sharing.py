@@ -35,11 +35,9 @@ class Sharing:
         return sharing
 
     def note(self, tensor: Tensor, stage: int, name: str) -> None:
-        """Adds a use of a tensor of the model."""
         self._uses.setdefault(id(tensor), {}).setdefault(stage, []).append(name)
 
     def uses(self, tensor: Tensor) -> Uses:
-        """The stages that use a tensor."""
         return self._uses.get(id(tensor), {})
 
     def common(self) -> Iterator[tuple[str, Tensor, Uses]]:
@@ -47,8 +45,6 @@ class Sharing:
         for name, tensor in _tensors_of(self._model, once=True):
             if len(self.uses(tensor)) > 1:
                 yield name, tensor, self.uses(tensor)
-
-    # ---------------------------------------------------------------- refusals
 
     def refuse_ties(self, kind: str = "stages") -> None:
         """Refuses parameters of two stages, and running means, which every training forward writes.

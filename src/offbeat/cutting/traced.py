@@ -118,7 +118,6 @@ def _check_shapes(recorded: Sequence[torch.Size], batch: Nest) -> None:
 
 
 def _stages_of(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
-    """The stages of a model split where the modules at ``paths`` are called."""
     records = []
     modes: list[list[bool]] = []
     for training in (True, False):

@@ -37,7 +37,7 @@ from offbeat.transport.mailbox import Mailbox
 
 _PAUSE_S = 0.05
 _CONNECTING_S = 15.0
-"""Both sides are at it, so this is long."""
+"""Both sides are connecting already, so this is ample."""
 
 
 def _connect(store: Store, number: int, stage: int, survivor: int, *, returning: bool) -> Pair:
@@ -76,8 +76,6 @@ class Door(threading.Thread):
         self._admission: tuple[Admission, Pair] | None = None
         self._connecting: list[threading.Thread] = []
 
-    # ---------------------------------------------------------------- asked by the trainer
-
     def admission(self, step: int) -> tuple[Admission, Pair] | None:
         """Called before every step: whom to let in now. Waits only if a promise demands it."""
         deadline = time.monotonic() + self._timeout_s
@@ -102,8 +100,6 @@ class Door(threading.Thread):
             self._lives[admission.life % len(self._ranks)] = admission.life
             self._changed.notify_all()
             return found
-
-    # ---------------------------------------------------------------- the thread
 
     def run(self) -> None:
         try:

@@ -115,8 +115,6 @@ class Survivors:
     def _others(self) -> list[int]:
         return sorted(self._left - {self._replica})
 
-    # ---------------------------------------------------------------- averages
-
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:  # noqa: ARG002
         # All parts, also where a sum would do: some of them may have to be left out.
         rows = [part.detach().cpu().contiguous() for part in parts]
@@ -143,8 +141,6 @@ class Survivors:
         while len(finished) > _KEPT:
             self._parts.pop(finished.pop(0), None)
 
-    # ---------------------------------------------------------------- losses
-
     def _lost(self, replica: int, error: Exception) -> None:
         with self._lock:
             if self.closing or replica in self._dead:
@@ -165,9 +161,7 @@ class Survivors:
             self._complete_all()
 
     def _names(self) -> str:
-        return ", ".join(
-            str(replica) for replica in sorted(r % len(self._ranks) for r in self._left)
-        )
+        return ", ".join(map(str, sorted(life % len(self._ranks) for life in self._left)))
 
     def _send_obituary(self, other: int) -> None:
         """Who is dead, and all that is held of them."""
@@ -197,8 +191,6 @@ class Survivors:
     def _complete_all(self) -> None:
         for key in list(self._sent_s):
             self._complete(key)
-
-    # ---------------------------------------------------------------- returns
 
     def admit(self, admission: Admission, pair: Pair, gift: Tensor) -> None:
         """Lets in a replica that has come back; from now on averages wait for its part."""

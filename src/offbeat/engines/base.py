@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
+from offbeat.engines.board import SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup
@@ -26,16 +27,6 @@ from offbeat.stages.memory import StageMemory
 from offbeat.transport.base import Transport
 
 
-class Notes(Protocol):
-    """How threads of several processes agree on facts."""
-
-    def tell(self, name: str, value: Any) -> None: ...
-
-    def hear(
-        self, name: str, ranks: Sequence[int] | None, given_up: Callable[[], bool]
-    ) -> list[Any]: ...
-
-
 class OwnNotes:
     """The notes of a process that is alone."""
 
@@ -47,6 +38,10 @@ class OwnNotes:
 
     def hear(self, name: str, _ranks: Sequence[int] | None, _given_up: Any) -> list[Any]:
         return [self._told[name]]
+
+
+Notes = OwnNotes | SharedNotes
+"""How threads of several processes agree on facts."""
 
 
 class Engine(ABC):
@@ -63,6 +58,10 @@ class Engine(ABC):
     """What the times of the ledger are read from."""
     runs_in_turn = False
     """Whether stages run one at a time, so that without lag all can write one memory."""
+    membership: Membership | None = None
+    """How this process and those of other replicas go on without one that dies, if they do."""
+    returning = False
+    """Whether this process's replica has come back and has not joined the others yet."""
     joined_at = 0
     """The last step at which a replica came back."""
     way_on = "Go on from a state with load_state_dict(), or build a new Trainer."
@@ -75,6 +74,8 @@ class Engine(ABC):
         """One for each replica of this process."""
         self.workers: list[Worker] = []
         self.ledger = Ledger()
+        self.record: Callable[..., None] = self.ledger.record
+        """Writes down what a worker did."""
         self.readings = Readings()
         self.updates = Updates()
         self.questions = 0
@@ -95,11 +96,6 @@ class Engine(ABC):
     def mesh(self) -> DeviceMesh | None:
         """The processes as a grid, "replica" times "stage"; None in one process."""
         return None
-
-    @property
-    def record(self) -> Callable[..., None]:
-        """Writes down what a worker did."""
-        return self.ledger.record
 
     @property
     def own_ledger(self) -> Ledger:
@@ -186,14 +182,6 @@ class Engine(ABC):
     def notes(self) -> Notes:
         """For a thread that has to agree with its like in the other processes."""
         return OwnNotes()
-
-    # ---------------------------------------------------------------- coming back
-
-    returning = False
-    """Whether this process's replica has come back and has not joined the others yet."""
-
-    membership: Membership | None = None
-    """How this process and those of other replicas go on without one that dies, if they do."""
 
     # ---------------------------------------------------------------- ending
 

@@ -34,7 +34,7 @@ _GIVEN_UP = (
 )
 
 
-class Notes:
+class SharedNotes:
     """Facts told and heard over a connection of its own: nobody waits for one who has died.
 
     For threads beside the worker's, and for moments at which another process may well be dying.
@@ -65,7 +65,8 @@ class Notes:
             time.sleep(_PAUSE_S)
             missing = self._missing(keys)
         if self._row is not None:
-            # What is left of a dying replica may still speak: the first who concludes does for all.
+            # A dying replica's other processes may still tell theirs, so that some would hear it
+            # and some not: who was missing is decided by the first process that concludes.
             words = self._store.compare_set(f"notes/{name}/missing", "", json.dumps(missing))
             missing = json.loads(words)
         return self._values(keys, missing)
@@ -188,8 +189,8 @@ class Board:
 
         return _answer(say)
 
-    def notes(self) -> Notes:
-        return Notes(self._store, self._rank, self._size, self._row, self._gone)
+    def notes(self) -> SharedNotes:
+        return SharedNotes(self._store, self._rank, self._size, self._row, self._gone)
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.

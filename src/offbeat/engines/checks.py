@@ -16,7 +16,7 @@ from offbeat.methods.auto import Auto, Plan, plan_for
 from offbeat.methods.base import require_count
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages.stage import Loss
+from offbeat.stages.network import Loss
 
 _MOST_REPLICAS = 4096
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -53,16 +53,16 @@ def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correc
         raise ConfigurationError(
             f"corrections={corrections!r}: give a list, as in corrections=[{corrections!r}]."
         )
-    made = tuple(correction_named(c) if isinstance(c, str) else c for c in corrections)
-    for correction in made:
+    found = tuple(correction_named(c) if isinstance(c, str) else c for c in corrections)
+    for correction in found:
         if not isinstance(correction, Correction):
             raise ConfigurationError(
                 f"corrections={corrections!r}: give objects from offbeat.corrections, such as"
                 " Predict(), or their names."
             )
-        if sum(other.name == correction.name for other in made) > 1:
+        if sum(other.name == correction.name for other in found) > 1:
             raise ConfigurationError(f"corrections: {correction.name} is there twice: give one.")
-    return made
+    return found
 
 
 def check_corrections_fit(
@@ -136,22 +136,16 @@ def outlives(when_replica_dies: str, averaging: Averaging | None) -> bool:
     return True
 
 
-def checked_optimizer(optimizer: OptimizerFactory) -> OptimizerFactory:
-    if not callable(optimizer):
-        raise ConfigurationError(
-            f"optimizer is a {type(optimizer).__name__}: every stage makes its own, so give a"
-            " function, as in optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
-        )
-    return optimizer
-
-
-def checked_scheduler(scheduler: SchedulerFactory | None) -> SchedulerFactory | None:
-    if scheduler is not None and not callable(scheduler):
-        raise ConfigurationError(
-            f"scheduler is a {type(scheduler).__name__}: every stage makes its own, so give a"
-            " function, as in scheduler=lambda optimizer: StepLR(optimizer, step_size=30)."
-        )
-    return scheduler
+def check_factories(optimizer: OptimizerFactory, scheduler: SchedulerFactory | None) -> None:
+    for name, factory, example in (
+        ("optimizer", optimizer, "lambda params: torch.optim.SGD(params, lr=0.1)"),
+        ("scheduler", scheduler, "lambda optimizer: StepLR(optimizer, step_size=30)"),
+    ):
+        if not callable(factory) and (factory is not None or name == "optimizer"):
+            raise ConfigurationError(
+                f"{name} is a {type(factory).__name__}: every stage makes its own, so give a"
+                f" function, as in {name}={example}."
+            )
 
 
 def warn_of_one_stage(method: Method, stages: int) -> None:

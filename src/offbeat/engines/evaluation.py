@@ -13,7 +13,7 @@ from offbeat import nest
 from offbeat.engines.feed import check_devices, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
-from offbeat.stages.stage import Loss, precision
+from offbeat.stages.network import Loss, precision
 from offbeat.stages.trial import call, keep_modes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _hits(output: Nest, target: Nest) -> int | None:
     whole = not target.is_floating_point() and not target.is_complex()
     if not whole or output.dim() != 2 or target.dim() != 1 or len(output) != len(target):
         return None
-    if output.size(1) == 1:  # one number for two classes: where it parts them only the loss knows
+    if output.size(1) == 1:  # one number for two classes, of which only the loss knows the border
         return None
     return int((output.argmax(1) == target).sum())
 

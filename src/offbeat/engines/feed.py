@@ -32,7 +32,11 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
         raise BatchError(f"x is a {type(x).__name__} without a tensor in it: give tensors.")
     tensors = [*inputs, *targets]
     check_devices(tensors, pipeline.setup.device)
-    _check_outside_autocast(pipeline.setup.device)
+    if torch.is_autocast_enabled(pipeline.setup.device.type):
+        raise BatchError(
+            "step() was called inside torch.autocast, whose weight cache would outlive an update."
+            " Leave the context and give Trainer(autocast=torch.bfloat16)."
+        )
     here = len(placement.replicas_here)
     shards = [(x, y)]
     if here > 1:
@@ -60,17 +64,10 @@ def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
             )
 
 
-def _check_outside_autocast(device: torch.device) -> None:
-    if torch.is_autocast_enabled(device.type):
-        raise BatchError(
-            "step() was called inside torch.autocast, whose weight cache would outlive an update."
-            " Leave the context and give Trainer(autocast=torch.bfloat16)."
-        )
-
-
 def _check_rows(tensors: Sequence[Tensor], parts: int, pipeline: "Pipeline") -> None:
     """Whether a batch can be split into micro-batches; tensors of x and y are split alike."""
-    rows = _rows_of_first(tensors)
+    sizes = [tensor.size(0) if tensor.dim() else 1 for tensor in tensors]
+    rows = sizes[0]
     if rows < parts:
         by_auto = pipeline.setup.course.plan is not None
         instead = f"method=Auto(batch={rows})" if by_auto else "lower accumulate or micro_batches"
@@ -78,7 +75,7 @@ def _check_rows(tensors: Sequence[Tensor], parts: int, pipeline: "Pipeline") -> 
             f"a batch of {rows} rows cannot make {parts} micro-batches for {pipeline.method}: give"
             f" at least {parts} rows, or {instead}. The batch was not started."
         )
-    uneven = {t.size(0) if t.dim() else 0 for t in tensors} - {rows}
+    uneven = set(sizes) - {rows}
     if parts > 1 and uneven:
         raise BatchError(
             f"x has {rows} rows and another tensor of the batch {min(uneven)}: to split a batch"
@@ -130,10 +127,7 @@ def _targets(y: Nest, checksum: int | None, parts: int, method: Method) -> list[
 
 
 def rows_of(batch: Nest) -> int:
-    return _rows_of_first(nest.tensors(batch))
-
-
-def _rows_of_first(tensors: Sequence[Tensor]) -> int:
+    tensors = nest.tensors(batch)
     return tensors[0].size(0) if tensors[0].dim() else 1
 
 

@@ -155,12 +155,10 @@ def _results(children: list[Child], ended_here: set[int], folder: Path, go_on: b
         return results
     consequence, _, rank, error = min(errors, key=lambda e: e[:3], default=(True, 0, 0, None))
     if died is not None and consequence:
-        raise WorkerLost(f"rank {died[0]} ended with {_named(died[1])} and left no result.")
+        code = died[1]
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise WorkerLost(f"rank {died[0]} ended with {how} and left no result.")
     if error is not None:
         error.add_note(f"offbeat: raised in rank {rank} of launch().")
         raise error
     return results
-
-
-def _named(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

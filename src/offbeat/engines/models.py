@@ -10,7 +10,7 @@ from offbeat.errors import ConfigurationError
 
 
 class Models:
-    """What the replicas of this process train, and what their models have alike in every step."""
+    """The models that the replicas of this process train; copies follow the flags of the user's."""
 
     def __init__(self, cut: Cut) -> None:
         self.cuts = [cut]

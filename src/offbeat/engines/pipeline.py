@@ -8,25 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.averaging.averager import Averager
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
 from offbeat.cutting.costs import cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
 from offbeat.engines import feed
+from offbeat.engines.assembly import make_stages
 from offbeat.engines.base import Engine
 from offbeat.engines.models import Models
 from offbeat.engines.position import Position
 from offbeat.engines.setup import Setup
 from offbeat.engines.worker import Worker
 from offbeat.errors import ConfigurationError, StoppedError
-from offbeat.guards import Guard
 from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages.build import Recipe
 from offbeat.stages.fill import Fill
-from offbeat.stages.stage import Stage
-from offbeat.transport.base import Key, Transport
+from offbeat.transport.base import Key
 
 
 class Pipeline:
@@ -39,6 +36,7 @@ class Pipeline:
         self.setup = setup
         self.cut = cut
         self.engine = engine
+        self.seed = seed
         self.position = Position()
         self.replicas = Replicas(engine, setup.averaging)
         self.models = Models(cut)
@@ -48,16 +46,6 @@ class Pipeline:
         """The error that ended the run, if one did."""
         self.when_built: Callable[[], None] | None = None
         """What waits for the stages to be made."""
-        self.recipe = Recipe(
-            loss=setup.loss,
-            optimizer=setup.optimizer,
-            scheduler=setup.scheduler,
-            autocast=setup.autocast,
-            device=setup.device,
-            seed=seed,
-            compile=setup.compile,
-            lanes=engine.lanes,
-        )
         needs_heads = self.cut.stages > 1 and any(m.local_losses for m, _ in self._phases)
         if not self.cut.needs_batch and not needs_heads:
             self.build(None)
@@ -93,16 +81,8 @@ class Pipeline:
         )
         self.models.begin(self.cut, len(placement.replicas_here))
         for replica, cut in zip(placement.replicas_here, self.models.cuts, strict=True):
-            modules = cut.modules
-            heads = self.recipe.heads((phase for phase, _ in self._phases), modules, batch)
-            names = {id(p): name for name, p in cut.model.named_parameters()}
-            norm_order = cut.norm_order()
-            for stage in self.recipe.stages(modules, heads, placement.stages_of(replica), replica):
-                stage.norm_order = norm_order
-                stage.names |= names
-                guard = Guard(self.setup.guards, stage, self.engine.updates)
-                transport = self.engine.transports[replica]
-                self.engine.workers.append(self._worker(stage, transport, guard))
+            for stage in make_stages(self, cut, batch, replica):
+                self.engine.workers.append(Worker(stage, self.setup, self.engine))
                 # Now, not when a later phase begins, corrections say what they do not fit.
                 lags = [schedule.lags[stage.index] for schedule in self.setup.course.schedules]
                 stage.corrector.refuse_unfit(max(lags), stage.optimizers)
@@ -115,25 +95,6 @@ class Pipeline:
             return cut_by_count
         side_by_side = self.engine.lanes is not None
         return partial(cut_by_time, autocast=self.setup.autocast, side_by_side=side_by_side)
-
-    def _worker(self, stage: Stage, transport: Transport, guard: Guard) -> Worker:
-        setup, engine = self.setup, self.engine
-        stage.correct(setup.course.corrections, stages=self.cut.stages, monitor=setup.monitor)
-        averager = None
-        if setup.averaging is not None:
-            averager = Averager(setup.averaging, stage, setup.replicas, transport, engine.ledger)
-        return Worker(
-            stage,
-            self.cut.stages,
-            transport,
-            engine.record,
-            clip=setup.clip,
-            faults=setup.faults,
-            averager=averager,
-            guard=guard,
-            listeners=engine.placement.listeners,
-            clock=engine.clock,
-        )
 
     # ---------------------------------------------------------------- running
 
@@ -152,7 +113,9 @@ class Pipeline:
                 sample = self.cut.sample(shards[0][0], schedule.micro_batches)
                 self.build(self.engine.share_first(sample))
             if step == 0:
-                self._begin_fill()
+                with self.engine.between_steps():
+                    for worker in self.engine.workers:
+                        self.follow(worker, self.position.next_batch)
             feed.hand_out(self, schedule, shards)
             for worker in self.engine.workers:
                 worker.step = self.position.step
@@ -201,50 +164,35 @@ class Pipeline:
             self.position.phase += 1
             self.position.steps_in_phase = 0
 
-    def _begin_fill(self) -> None:
-        with self.engine.between_steps():
-            for worker in self.engine.workers:
-                self.follow(worker, self.position.next_batch)
-
     def follow(self, worker: Worker, first_batch: int, first_update: int | None = None) -> None:
         """Lets a worker and its stage run by the present method."""
         stage = worker.stage
-        worker.begin(
-            Fill.of(
-                self.method,
-                self.schedule,
-                stage.index,
-                first_batch=first_batch,
-                first_update=stage.version if first_update is None else first_update,
-            )
-        )
+        first_update = stage.version if first_update is None else first_update
+        fill = Fill.of(self.method, self.schedule, stage.index, first_batch, first_update)
+        worker.begin(fill)
 
     def _read_monitors(self) -> None:
         stages = [worker.stage for worker in self.engine.workers]
         due = [stage for stage in stages if stage.corrector.due(stage.version)]
         with self.engine.between_steps() if due else nullcontext():
             for stage in due:
+                where = stage.index, stage.replica, stage.version
                 for what, value in stage.corrector.readings(stage.version):
-                    self.engine.readings.record(
-                        what, stage.index, stage.replica, stage.version, value
-                    )
+                    self.engine.readings.record(what, *where, value)
 
     def _take_loss(self) -> Tensor:
         """The oldest loss not handed out yet; every process is told, and all are told the same.
 
         Of several replicas in this process it is the mean.
         """
-        numbers = self.position.awaited.popleft()
-        losses: dict[int, Tensor] = {}
+        numbers, last = self.position.awaited.popleft(), self.cut.stages - 1
+        losses: list[Tensor] = []
         for worker in self.engine.workers:
-            if worker.stage.index not in self.engine.placement.listeners:
-                continue
-            last = self.cut.stages - 1
-            keys = [Key("loss", worker.stage.index, n, last) for n in numbers]
-            terms = [worker.transport.receive(key) for key in keys]
-            loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-            losses[worker.stage.replica] = loss
-        return mean_of(list(losses.values()))
+            if worker.stage.index in self.engine.placement.listeners:
+                keys = [Key("loss", worker.stage.index, n, last) for n in numbers]
+                terms = [worker.transport.receive(key) for key in keys]
+                losses.append(terms[0] if len(terms) == 1 else torch.stack(terms).sum())
+        return losses[0] if len(losses) == 1 else mean_of(losses)
 
     # ---------------------------------------------------------------- weights
 
@@ -265,7 +213,8 @@ class Pipeline:
         return state
 
     def load_weights(self, state: dict[str, Any]) -> None:
-        flying = max((worker.stage.in_flight for worker in self.engine.workers), default=0)
+        workers = self.engine.workers
+        flying = max((len(worker.stage.flights.in_air) for worker in workers), default=0)
         if self.stopped is None and flying:
             raise ConfigurationError(
                 f"load_state_dict with {flying} batches in flight: their gradients belong to the"

@@ -40,7 +40,6 @@ class Placement:
 
     @cached_property
     def replicas_here(self) -> list[int]:
-        """The replicas that have a stage in this process."""
         return [replica for replica, row in enumerate(self.ranks) if self.rank in row]
 
     def stages_of(self, replica: int) -> list[int]:

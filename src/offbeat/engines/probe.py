@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from offbeat import nest
+from offbeat.engines.setup import Setup
 from offbeat.engines.worker import Worker
 from offbeat.nest import Nest
-from offbeat.rng import seed_for, seeded
-from offbeat.stages.build import Recipe
-from offbeat.stages.stage import Stage, precision
+from offbeat.rng import seeded
+from offbeat.stages.network import precision
+from offbeat.stages.stage import Stage
 from offbeat.stages.trial import keep_modes
 from offbeat.transport.base import Key
 
@@ -43,7 +44,7 @@ def probe(pipeline: "Pipeline", x: Nest, y: Nest) -> dict[int, float]:
         torch.enable_grad(),
     ):
         shown = engine.shown_workers()
-        own = dict(_cosines(shown, pipeline.recipe, engine.ask(), x, y))
+        own = dict(_cosines(shown, pipeline.setup, engine.ask(), x, y))
         for stage in (worker.stage for worker in shown if worker.stage.index in own):
             value = own[stage.index]
             engine.readings.record("cosine", stage.index, stage.replica, stage.version, value)
@@ -52,7 +53,7 @@ def probe(pipeline: "Pipeline", x: Nest, y: Nest) -> dict[int, float]:
 
 
 def _cosines(
-    workers: Sequence[Worker], recipe: Recipe, number: int, x: Nest, y: Nest
+    workers: Sequence[Worker], setup: Setup, number: int, x: Nest, y: Nest
 ) -> Iterator[tuple[int, float]]:
     """Per stage of this process the cosine of the probe's stale and fresh gradients.
 
@@ -68,7 +69,7 @@ def _cosines(
             given = worker.transport.receive(Key("probe", index, number))
         points = [None, stage.corrector.stale_weights()]
         passes[index] = [
-            _forward(stage, recipe, point, part) for point, part in zip(points, given, strict=True)
+            _forward(stage, setup, point, part) for point, part in zip(points, given, strict=True)
         ]
         if not worker.is_last:
             sent = [one.sent for one in passes[index]]
@@ -77,7 +78,7 @@ def _cosines(
         index = worker.stage.index
         if worker.is_last:
             starts: list[list[Tensor | None]] = [[None], [None]]
-            ends = [[recipe.loss(one.sent, y)] for one in passes[index]]
+            ends = [[setup.loss(one.sent, y)] for one in passes[index]]
         else:
             starts = worker.transport.receive(Key("probe-gradient", index, number))
             ends = [one.outputs for one in passes[index]]
@@ -93,7 +94,7 @@ def _cosines(
 
 
 def _forward(
-    stage: Stage, recipe: Recipe, point: Mapping[nn.Parameter, Tensor] | None, given: Nest
+    stage: Stage, setup: Setup, point: Mapping[nn.Parameter, Tensor] | None, given: Nest
 ) -> _Pass:
     """``point``: the weights to go by, those of frozen parameters too; None for the newest."""
     trainable = [p for p in stage.module.parameters() if p.requires_grad]
@@ -103,8 +104,8 @@ def _forward(
     lent = {name: by_id[id(p)] for name, p in stage.module.named_parameters() if id(p) in by_id}
     lent |= {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
     inputs = nest.replace(given, lambda t: t.detach().requires_grad_(t.is_floating_point()))
-    seed = seed_for(recipe.seed, replica=stage.replica, stage=stage.index, micro_batch=_PROBE)
-    with seeded(seed, recipe.device), precision(recipe.device, recipe.autocast):
+    seed = stage.network.seed_of(_PROBE)
+    with seeded(seed, setup.device), precision(setup.device, setup.autocast):
         fed = nest.replace(inputs, lambda t: t.clone())  # the stage may write to it
         output = functional_call(stage.module, lent, (fed,))
     return _Pass(leaves, nest.tensors(inputs), nest.tensors(output), output)

@@ -23,7 +23,7 @@ from offbeat.elastic.membership import Membership
 from offbeat.elastic.restarts import return_number
 from offbeat.elastic.survivors import connect_replicas
 from offbeat.engines.base import Engine
-from offbeat.engines.board import LOST, NOTICED_S, Board, Notes
+from offbeat.engines.board import LOST, NOTICED_S, Board, SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.feed import checksum_of
 from offbeat.engines.placement import Placement
@@ -46,11 +46,6 @@ from offbeat.transport.base import Key
 from offbeat.transport.mailbox import Mailbox
 
 _REMEDIES = {
-    "when_replica_dies": "Give every process the same.",
-    "the method": "Give every process the same method.",
-    "the averaging": "Give every process the same averaging.",
-    "the corrections": "Give every process the same corrections.",
-    "the guards": "Give every process the same.",
     "the model": "Build the same model everywhere.",
     "the weights the model starts from": (
         "Call torch.manual_seed with one number before the model is built."
@@ -62,7 +57,7 @@ _REMEDIES = {
     "the version of torch": "Install one version everywhere.",
     "the seed": "Give every process the same seed, or none.",
 }
-"""What to do where processes differ in a fact."""
+"""What to do where processes differ in a fact, other than to give every process the same."""
 
 
 class Processes(Engine):
@@ -203,9 +198,10 @@ class Processes(Engine):
             for name, value in facts.items():
                 if theirs is not LOST and theirs[name] != value:
                     first, second = sorted([(self.rank, value), (rank, theirs[name])])
+                    remedy = _REMEDIES.get(name, "Give every process the same.")
                     raise ConfigurationError(
                         f"{name} differs between processes: {first[1]} on rank {first[0]},"
-                        f" {second[1]} on rank {second[0]}. {_REMEDIES[name]}"
+                        f" {second[1]} on rank {second[0]}. {remedy}"
                     )
 
     # ---------------------------------------------------------------- data
@@ -329,14 +325,13 @@ class Processes(Engine):
         for rank, note in enumerate(found):
             needed = rank in self._company or not self._board.is_dead(rank // self.stages)
             if note is None and needed:
-                raise self.transport.failure or self._board.failure() or self._missed(rank)
+                missed = WorkerLost(
+                    f"rank {rank} did not come to a checkpoint: that process has died, or it takes"
+                    f" longer than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own"
+                    " output says why."
+                )
+                raise self.transport.failure or self._board.failure() or missed
         return [LOST if note is None else note[0] for note in found]
-
-    def _missed(self, rank: int) -> WorkerLost:
-        return WorkerLost(
-            f"rank {rank} did not come to a checkpoint: that process has died, or it takes longer"
-            f" than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own output says why."
-        )
 
     def first_row(self) -> list[int]:
         """All who are left say the same."""
@@ -350,7 +345,7 @@ class Processes(Engine):
     def has_failed(self) -> bool:
         return self.transport.failure is not None
 
-    def notes(self) -> Notes:
+    def notes(self) -> SharedNotes:
         return self._board.notes()
 
     # ---------------------------------------------------------------- ending

@@ -1,7 +1,6 @@
 """The serial engine: all stages of all replicas in this process, one action at a time."""
 
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from offbeat.engines.base import Engine, refuse_stuck
 from offbeat.engines.placement import Placement
@@ -22,7 +21,18 @@ class Serial(Engine):
         self.choose: Choose = choose_updates_last
 
     def run(self) -> None:
-        run_together(self.workers, self.choose)
+        waiting = list(self.workers)
+        ready: list[Worker] = []
+        while True:
+            # Whoever could go on still can: messages do not go away.
+            ready += (awake := [worker for worker in waiting if worker.ready()])
+            waiting = [worker for worker in waiting if worker not in awake]
+            if not ready:
+                return refuse_stuck(waiting)
+            worker = self.choose(ready)
+            worker.advance()
+            ready.remove(worker)
+            waiting.append(worker)
 
 
 def choose_updates_last(ready: Sequence[Worker]) -> Worker:
@@ -31,24 +41,3 @@ def choose_updates_last(ready: Sequence[Worker]) -> Worker:
     Deep stages go first: what the last ones have just computed is still in the cache.
     """
     return min(ready, key=lambda w: ("FBUSM".index(w.pending[0].kind), -w.stage.index))
-
-
-def choose_randomly(seed: int) -> Choose:
-    """Any ready worker: the order between stages must not matter, and tests check that."""
-    return random.Random(seed).choice
-
-
-def run_together(workers: Iterable[Worker], choose: Choose = choose_updates_last) -> None:
-    """Runs all workers in this process until none has anything left to do."""
-    waiting = list(workers)
-    ready: list[Worker] = []
-    while True:
-        # Whoever could go on still can: messages do not go away.
-        ready += (awake := [worker for worker in waiting if worker.ready()])
-        waiting = [worker for worker in waiting if worker not in awake]
-        if not ready:
-            return refuse_stuck(waiting)
-        worker = choose(ready)
-        worker.advance()
-        ready.remove(worker)
-        waiting.append(worker)

@@ -15,7 +15,7 @@ from offbeat.methods import Method
 from offbeat.methods.auto import Auto, Plan
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages.stage import Loss
+from offbeat.stages.network import Loss
 
 
 @dataclass(frozen=True)

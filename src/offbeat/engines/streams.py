@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from offbeat.engines.base import Engine, refuse_stuck
 from offbeat.engines.placement import Placement
-from offbeat.engines.worker import Worker
 from offbeat.records.ledger import Ledger
-from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, marked
+from offbeat.stages.lanes import Addresses, Instant, Lane, Lanes, mark
 from offbeat.transport import within
 
 _QUEUES = 8
@@ -23,13 +22,13 @@ _QUEUES = 8
 _UNSETTLED = 8192
 """Entries of which the times are still on the GPU, before the oldest are asked for."""
 _AT_ONCE = 256
-"""So many of them: what takes the CPU longer than the GPU has work queued leaves it idle."""
+"""How many are asked for together: reading more takes longer than the GPU's queue lasts."""
 
 
 class Streams(Engine):
     """The lanes of a trainer: what runs in them, and the order between them and the caller."""
 
-    clock = staticmethod(marked)
+    clock = staticmethod(mark)
 
     def __init__(self, stages: int, device: torch.device) -> None:
         queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES))
@@ -49,11 +48,8 @@ class Streams(Engine):
             self.lanes.append(Lanes(lane, back, addresses))
         self.transports = within(1, addresses)
         self._late = LateLedger(self.ledger, self.lanes[-1].forward)
+        self.record = self._late.record
         self._ahead: deque[Instant] = deque()
-
-    @property
-    def record(self) -> Callable[..., None]:
-        return self._late.record
 
     @property
     def own_ledger(self) -> Ledger:
@@ -61,9 +57,21 @@ class Streams(Engine):
         return self.ledger
 
     def run(self) -> None:
-        """Queues what the workers have to do, never more than a few steps ahead of the GPU."""
+        """Queues what the workers have to do, never more than a few steps ahead of the GPU.
+
+        First stage first, each as far as it gets: few questions are asked, and the stages that
+        others wait for get the longest head start.
+        """
         with self.lanes[0].forward.from_caller():
-            run_in_turn(self.workers)
+            moved = True
+            while moved:
+                moved = False
+                for worker in self.workers:
+                    while worker.ready():
+                        with worker.stage.runner.entered(worker.pending[0].kind):
+                            worker.advance()
+                        moved = True
+            refuse_stuck(self.workers)
         self._ahead.append(self.lanes[-1].forward.now())
         # Stage k runs k steps behind the first, so the queue must hold more steps than stages.
         if len(self._ahead) > 2 * len(self.lanes) + 2:
@@ -80,23 +88,6 @@ class Streams(Engine):
         finally:
             for lane in lanes:
                 lane.wait_for_caller()
-
-
-def run_in_turn(workers: Sequence[Worker]) -> None:
-    """Runs all workers, first stage first, each as far as it gets.
-
-    For stages that only queue their work: few questions asked, and the stages that others wait for
-    get the longest head start.
-    """
-    moved = True
-    while moved:
-        moved = False
-        for worker in workers:
-            while worker.ready():
-                with worker.stage.entered(worker.pending[0].kind):
-                    worker.advance()
-                moved = True
-    refuse_stuck(workers)
 
 
 class LateLedger:
@@ -116,7 +107,7 @@ class LateLedger:
         landed = end
         if loss is not None and loss.is_cuda:
             loss = self._sent_to_host(loss)
-            landed = marked()
+            landed = mark()
         self._rows.append(((*others, end, loss, replica), landed))
         if len(self._rows) >= _UNSETTLED:
             self.settle(_AT_ONCE)

@@ -1,22 +1,24 @@
 """The only interpreter of schedules: walks a stage's actions, moves messages, writes the ledger."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from offbeat.averaging.averager import Averager, Task
+from offbeat.engines.setup import Setup
 from offbeat.errors import BatchError
-from offbeat.faults import Faults
-from offbeat.guards import Guard, Updates
+from offbeat.guards import Guard
 from offbeat.nest import Nest
 from offbeat.schedules.table import Action, Kind
 from offbeat.stages.fill import Fill
 from offbeat.stages.norms import Norms
 from offbeat.stages.stage import Stage
-from offbeat.transport.base import Key, Transport
+from offbeat.transport.base import Key
+
+if TYPE_CHECKING:
+    from offbeat.engines.base import Engine
 
 
 class Target(NamedTuple):
@@ -32,40 +34,25 @@ class Target(NamedTuple):
 
 
 class Worker:
-    """Carries out the actions of one stage, in the order they are appended.
+    """Carries out the actions of one stage, in the order they are appended."""
 
-    ``listeners`` are the stages that are told every loss; ``clock`` gives the times of the entries
-    that it lets ``write`` put into the ledger.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        stages: int,
-        transport: Transport,
-        write: Callable[..., None],
-        *,
-        clip: float | None = None,
-        faults: Faults | None = None,
-        averager: Averager | None = None,
-        guard: Guard | None = None,
-        listeners: Sequence[int] | None = None,
-        clock: Callable[[], Any] = perf_counter,
-    ) -> None:
+    def __init__(self, stage: Stage, setup: Setup, engine: "Engine") -> None:
         self.stage = stage
-        self.averager = averager
-        self.guard = guard or Guard(None, stage, Updates())
-        self.transport = transport
+        self.transport = engine.transports[stage.replica]
+        self.guard = Guard(setup.guards, stage, engine.updates)
+        self.averager: Averager | None = None
+        if setup.averaging is not None:
+            self.averager = Averager(
+                setup.averaging, stage, setup.replicas, self.transport, engine.ledger
+            )
         self.pending: deque[Action | Task] = deque()
         self.step = 0
         """The trainer's step that the pending actions belong to."""
-        self._index = stage.index
-        self._stages = stages
-        self._write = write
-        self._clip = clip
-        self._faults = faults
-        self._listeners = range(stages) if listeners is None else listeners
-        self._clock = clock
+        self._index, self._stages = stage.index, engine.placement.stages
+        self._clip, self._faults = setup.clip, setup.faults
+        self._write, self._clock = engine.record, engine.clock
+        self._listeners = engine.placement.listeners
+        """The stages that are told every loss."""
         self._fill = Fill()
         self._first_batch = self._first_update = 0
         self._rebuilds = False
@@ -109,10 +96,8 @@ class Worker:
         if (self._clip is None and not self.guard.agrees) or not self._fill.synchronous:
             return []
         number = self._first_update + update.batch
-        return [Key("norms", self._index, number, source=other) for other in self._others()]
-
-    def _others(self) -> list[int]:
-        return [k for k in range(self._stages) if k != self._index]
+        others = [k for k in range(self._stages) if k != self._index]
+        return [Key("norms", self._index, number, source=other) for other in others]
 
     def ready(self) -> bool:
         """Whether the next action, if there is one, has all its messages."""
@@ -123,7 +108,9 @@ class Worker:
         action = self.pending.popleft()
         try:
             if isinstance(action, Task):
-                self._average(action)
+                assert self.averager is not None
+                self.averager.carry_out(action)
+                self._send_norms()
                 return
             if self._faults is not None:
                 first = self._first_update if action.kind == "U" else self._first_batch
@@ -160,7 +147,8 @@ class Worker:
             for stage in self._listeners:
                 self.transport.send(Key("loss", stage, batch, self._index), term)
         self._record("F", batch, read, start, end, loss)
-        self.guard.forwarded(batch, read, loss)
+        if loss is not None:
+            self.guard.look_at(loss, batch, read)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
@@ -177,20 +165,13 @@ class Worker:
             self.transport.send(Key("gradient", self._index - 1, batch), gradients)
         self._record("B", batch, self.stage.version, start - prepared, end)
         if self.pending and self.pending[0].kind == "U":
-            self._do_first([] if self.averager is None else self.averager.before_update())
+            if self.averager is not None:
+                self.pending.extendleft(reversed(self.averager.before_update()))
             self._send_norms()
 
     def _slow_down(self, elapsed_s: float) -> None:
         if self._faults is not None:
             self._faults.after(self._index, self.step, elapsed_s)
-
-    def _do_first(self, tasks: Sequence[Task]) -> None:
-        self.pending.extendleft(reversed(tasks))
-
-    def _average(self, task: Task) -> None:
-        assert self.averager is not None
-        self.averager.carry_out(task)
-        self._send_norms()
 
     def _send_norms(self) -> None:
         """Tells the other stages the gradients' norms, if an update comes next and clips by all."""
@@ -216,7 +197,7 @@ class Worker:
             self.guard.after_drop()
         self._record("U", number, self.stage.version, start, self._clock())
         if self.averager is not None:
-            self._do_first(self.averager.after_update())
+            self.pending.extendleft(reversed(self.averager.after_update()))
 
     def _record(
         self,
@@ -234,7 +215,7 @@ class Worker:
         given = x
         if self._index > 0:
             given = self.transport.receive(Key("evaluation", self._index, number))
-        output = self.stage.predict(given, state)
+        output = self.stage.network.predict(given, state)
         if self.is_last:
             return output
         self.transport.send(Key("evaluation", self._index + 1, number), output)

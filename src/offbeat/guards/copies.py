@@ -85,7 +85,7 @@ def values_of(tensor: Tensor | None) -> Tensor:
 
 
 def _equal(buffer: Tensor, kept: Tensor) -> bool:
-    """Whether a buffer is known not to have changed: a GPU copies faster than it answers."""
+    """Whether a buffer is known not to have changed; on a GPU to copy it is cheaper than to ask."""
     return buffer.device.type == "cpu" and not buffer.is_sparse and torch.equal(buffer, kept)
 
 

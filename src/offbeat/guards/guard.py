@@ -129,17 +129,15 @@ class Guard:
         before = self._copies[-1] if self._copies else None
         self._copies.append(Copy(self._stage, before, whole=self._rolls_back))
 
-    # ---------------------------------------------------------------- told by the worker
-
     def begin(self, micro_batches: int) -> None:
         """The next forward is the first of a fill: nothing has touched the weights yet."""
         self._part = "batch" if micro_batches == 1 else "micro-batch"
         if self.agrees and not self._copies:
             self._keep_copy()
 
-    def forwarded(self, batch: int, version: int, loss: Tensor | None) -> None:
+    def look_at(self, loss: Tensor, batch: int, version: int) -> None:
         # Without guards nobody waits for a number that is still on a GPU.
-        if loss is not None and (self.looks or loss.device.type == "cpu"):
+        if self.looks or loss.device.type == "cpu":
             number = float(loss)
             if not math.isfinite(number):
                 self._meet_loss(batch, version, number)
@@ -177,8 +175,6 @@ class Guard:
         if self._rolls_back and len(self._copies) > 1:  # the newer may be what led here
             self._copies.pop()
         self._copies[-1].put_back()
-
-    # ---------------------------------------------------------------- deciding
 
     @property
     def _rolls_back(self) -> bool:

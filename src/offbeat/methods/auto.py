@@ -68,12 +68,12 @@ class Plan:
     def announce(self) -> None:
         """Logs it, at level INFO. Where nobody has set up logging it is shown on stderr."""
         silent = logging.getLogger("offbeat").level > logging.INFO
-        with nullcontext() if silent or log.hasHandlers() else shown_on(sys.stderr):
+        with nullcontext() if silent or log.hasHandlers() else show_on(sys.stderr):
             log.info("%s", self)
 
 
 @contextmanager
-def shown_on(stream: TextIO) -> Iterator[None]:
+def show_on(stream: TextIO) -> Iterator[None]:
     """Where what "auto" chooses is to be read, without a word on how to log anything else."""
     handler, level = logging.StreamHandler(stream), log.level
     log.addHandler(handler)
@@ -177,9 +177,6 @@ def least_depths(
         if speed > fastest * (1 + tolerance):
             best, fastest = depths, speed
     return best
-
-
-# ------------------------------------------------------------------ what has been measured
 
 
 @cache

@@ -87,17 +87,15 @@ class DSP(Asynchronous):
     def schedule(self, stages: int) -> Schedule:
         lag = self.capped_depths(stages)
         falls = [high - low for high, low in pairwise(lag)]
-        if self.hop is None:
-            hops = tuple(ticks // 2 for ticks in falls)
-        else:
-            hops = self._given_hops(stages)
-            for stage, (hop, ticks) in enumerate(zip(hops, falls, strict=True)):
-                if hop > ticks:
-                    raise ConfigurationError(
-                        f"DSP(lag={lag}, hop={self.hop}): between stages {stage} and {stage + 1}"
-                        f" the lag falls by {ticks}, all the ticks that both ways may take, and"
-                        f" hop asks for {hop} one way. Lower hop[{stage}] or raise lag[{stage}]."
-                    )
+        half = tuple(ticks // 2 for ticks in falls)
+        hops = half if self.hop is None else self._given_hops(stages)
+        for stage, (hop, ticks) in enumerate(zip(hops, falls, strict=True)):
+            if hop > ticks:
+                raise ConfigurationError(
+                    f"DSP(lag={lag}, hop={self.hop}): between stages {stage} and {stage + 1} the"
+                    f" lag falls by {ticks}, all the ticks that both ways may take, and hop asks"
+                    f" for {hop} one way. Lower hop[{stage}] or raise lag[{stage}]."
+                )
         return replace(super().schedule(stages), hops=hops)
 
 

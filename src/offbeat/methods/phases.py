@@ -24,10 +24,6 @@ class Phases(Method):
 
     name = "phases"
     title = "Phases"
-    lag_formula = "the running phase's"
-    copies = "the running phase's"
-    waits_for = "a drain between phases"
-    reference = "hybrid: Zhang, Abdelrahman 2019, arXiv 1912.12675"
 
     parts: tuple[tuple[Method, int | None], ...]
 

@@ -1,4 +1,4 @@
-"""How stale a stage is, and how good its predictions are, read while it trains."""
+"""How stale a stage is, and how good its predictions are, on a sample of its coordinates."""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +16,10 @@ _DECAY = 0.9
 
 
 class Staleness(Watch):
-    """How stale the stage is, and how good its predictions are, on a sample of its coordinates.
+    """Staleness is ``lr / (1 - momentum) x curvature x lag``; plain momentum breaks down near 1.
 
-    Staleness is ``lr / (1 - momentum) x curvature x lag``, the lag that of an update's parts on
-    average, the curvature ``norm(g[t] - g[t-1]) / norm(w[t] - w[t-1])``. It counts the noise
-    between batches as curvature, so it is an upper estimate. Plain momentum breaks down near 1.
+    The lag is that of an update's parts on average, the curvature ``norm(g[t] - g[t-1]) /
+    norm(w[t] - w[t-1])``. It counts the noise between batches, so it is an upper estimate.
     """
 
     needs_before = True
@@ -59,7 +58,6 @@ class Staleness(Watch):
         return {"watch": (self._gradient, self._moved, self._squares)}
 
     def readings(self) -> Iterator[tuple[What, float]]:
-        """The values of now, read back from the device."""
         change, moved, predicted, unpredicted = self._squares.tolist()
         rates = [_effective_rate(group) for group in self.around.groups if group.parameters]
         if moved > 0 and all(math.isfinite(rate) for rate in rates):

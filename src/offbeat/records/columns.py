@@ -69,8 +69,6 @@ class Columns(Generic[Entry]):
         places = zip(self.column("stage"), self.column("replica"), strict=True)
         return (self[index] for index, place in enumerate(places) if place == (stage, replica))
 
-    # ---------------------------------------------------------------- bytes
-
     def to_bytes(self) -> bytes:
         """All entries, column by column, for a reader that can trust the writer's numbers."""
         return b"".join(column.tobytes() for column in self._arrays)
@@ -94,8 +92,6 @@ class Columns(Generic[Entry]):
         for column in self._arrays:
             del column[:]
         self.add_bytes(data)
-
-    # ---------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one JSON object per line, which :meth:`load` reads."""

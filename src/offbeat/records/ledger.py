@@ -7,8 +7,6 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 from offbeat.records.columns import Columns
 from offbeat.schedules.table import Kind
 
-_NO_LOSS = float("nan")
-
 Event = Kind | Literal["S", "A", "M"]
 """An action, or what happens to an average: it starts, has arrived, is merged."""
 
@@ -43,10 +41,6 @@ class Entry(NamedTuple):
     replica: int = 0
 
 
-_MOST = {"stage": 1 << 16, "replica": 1 << 16, "batch": 1 << 62, "version": 1 << 62}
-"""What a column holds, and a picture can show."""
-
-
 class Ledger(Columns[Entry]):
     """Every action of a run, in the order in which the actions ended."""
 
@@ -66,7 +60,7 @@ class Ledger(Columns[Entry]):
         loss: SupportsFloat | None = None,
         replica: int = 0,
     ) -> None:
-        number = _NO_LOSS if loss is None else float(loss)
+        number = math.nan if loss is None else float(loss)
         # An Entry would take longer to make than to store, and every action comes by here.
         self._append((ord(kind), stage, batch, version, start_s, end_s, number, replica))
 
@@ -84,18 +78,17 @@ class Ledger(Columns[Entry]):
     def _from_json(cls, words: Any) -> Entry:
         _refuse_odd(words)
         loss = words.get("loss")
-        return Entry(**words | {"loss": _NO_LOSS if loss is None else float(loss)})
+        return Entry(**words | {"loss": math.nan if loss is None else float(loss)})
 
     def chrome_trace(self) -> dict[str, Any]:
         """The run as a trace: save it as JSON and open it in Perfetto or chrome://tracing."""
         zero = min((entry.start_s for entry in self), default=0.0)
         events: list[dict[str, Any]] = []
-        lines = {}
+        lines: set[tuple[int, int]] = set()
         for entry in self:
             # An average under way overlaps its stage's work, so it has a line of its own.
-            average = entry.kind == "A"
-            line = entry.replica, entry.stage + (_AVERAGES if average else 0)
-            lines[line] = f"averages of stage {entry.stage}" if average else f"stage {entry.stage}"
+            line = entry.stage + (_AVERAGES if entry.kind == "A" else 0)
+            lines.add((entry.replica, line))
             loss = {} if math.isnan(entry.loss) else {"loss": entry.loss}
             events.append(
                 {
@@ -104,15 +97,15 @@ class Ledger(Columns[Entry]):
                     "ph": "X",
                     "ts": (entry.start_s - zero) * 1e6,
                     "dur": (entry.end_s - entry.start_s) * 1e6,
-                    "pid": line[0],
-                    "tid": line[1],
+                    "pid": entry.replica,
+                    "tid": line,
                     "args": {"version": entry.version} | loss,
                 }
             )
-        events += [
-            {"name": "thread_name", "ph": "M", "pid": r, "tid": line, "args": {"name": name}}
-            for (r, line), name in sorted(lines.items())
-        ]
+        for r, line in sorted(lines):
+            averages, stage = divmod(line, _AVERAGES)
+            told = {"name": f"averages of stage {stage}" if averages else f"stage {stage}"}
+            events.append({"name": "thread_name", "ph": "M", "pid": r, "tid": line, "args": told})
         events += [
             {"name": "process_name", "ph": "M", "pid": r, "args": {"name": f"replica {r}"}}
             for r in sorted({replica for replica, _ in lines})
@@ -185,9 +178,10 @@ def _refuse_odd(words: Any) -> None:
         raise ValueError(f"{words!r} has no names")
     if words.get("kind") not in NAMES:
         raise ValueError(f"kind is {words.get('kind')!r}")
-    for name, most in _MOST.items():
+    for name in ("stage", "replica", "batch", "version"):
         number = words.get(name, 0)
-        if type(number) is not int or not 0 <= number < most:
+        bits = 16 if name in ("stage", "replica") else 62  # what a picture shows, a column holds
+        if type(number) is not int or not 0 <= number < 1 << bits:
             raise ValueError(f"{name} is {number!r}")
     for name in ("start_s", "end_s"):
         moment = words.get(name)

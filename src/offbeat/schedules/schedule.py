@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from offbeat.errors import ScheduleError
-from offbeat.schedules.table import Action, Kind, Table, parse_actions
+from offbeat.schedules.table import Action, Kind, Table, parse_actions, spell_flags, split_flags
 
 
 class Slot(NamedTuple):
@@ -136,7 +136,8 @@ class Schedule:
         return not self.local_losses and not any(self.lags)
 
     def __str__(self) -> str:
-        lines = [_flags(self)] if _flags(self) else []
+        hops = [f"hops {' '.join(map(str, self.hops))}"] if self.hops else []
+        lines = spell_flags(self.lockstep, self.local_losses, *hops)
         for stage in range(self.stages):
             full = self._full_step(stage)
             fill = [action for step in range(full) for action in self.row(stage, step)]
@@ -148,8 +149,7 @@ class Schedule:
     @classmethod
     def parse(cls, text: str) -> "Schedule":
         """Reads what ``str`` wrote, and refuses a fill or drain that is not the cycle's."""
-        lines = [line for line in text.strip().splitlines() if line.strip()]
-        flags = lines.pop(0) if lines and lines[0].startswith("#") else ""
+        flags, lines = split_flags(text)
         if not lines:
             raise ScheduleError(f"{text!r} has no stage. A stage reads: {_EXAMPLE}")
         cycles = []
@@ -206,22 +206,13 @@ def _cycle_of(actions: Sequence[Action], micro_batches: int) -> Cycle:
     """A cycle from its spelled-out first whole repetition."""
     step = min(action.batch for action in actions if action.kind == "F") // micro_batches
     return tuple(
-        Slot("U", action.batch - step)
-        if action.kind == "U"
-        else Slot(
-            action.kind,
-            action.batch - step * micro_batches,
-            None if action.version is None else action.version - step,
+        Slot(
+            kind,
+            number - (step if kind == "U" else step * micro_batches),
+            None if version is None else version - step,
         )
-        for action in actions
+        for _, kind, number, version in actions
     )
-
-
-def _flags(schedule: Schedule) -> str:
-    words = ["lockstep"] if schedule.lockstep else []
-    words += ["local losses"] if schedule.local_losses else []
-    words += [f"hops {' '.join(map(str, schedule.hops))}"] if schedule.hops else []
-    return f"# {', '.join(words)}" if words else ""
 
 
 _EXAMPLE = "'stage 0: fill 0F0 | cycle 0F1 0B0 0U0 | drain 0B1 0U1', with '-' for nothing."
@@ -235,12 +226,13 @@ def _part(line: str, name: str) -> str:
 
 
 def _compare(schedule: Schedule, lines: Sequence[str]) -> None:
-    written = [line for line in str(schedule).splitlines() if not line.startswith("#")]
-    for stage, (line, ours) in enumerate(zip(lines, written, strict=True)):
-        for part in ("fill", "drain"):
-            if parse_actions(_part(line, part), stage) != parse_actions(_part(ours, part), stage):
+    _, ours = split_flags(str(schedule))
+    for stage, line in enumerate(lines):
+        for name in ("fill", "drain"):
+            written, expected = _part(line, name), _part(ours[stage], name)
+            if parse_actions(written, stage) != parse_actions(expected, stage):
                 raise ScheduleError(
-                    f"stage {stage}: the {part} does not belong to the cycle.\n"
-                    f"  written:  {_part(line, part) or '-'}\n"
-                    f"  expected: {_part(ours, part) or '-'}"
+                    f"stage {stage}: the {name} does not belong to the cycle.\n"
+                    f"  written:  {written or '-'}\n"
+                    f"  expected: {expected or '-'}"
                 )

@@ -60,6 +60,18 @@ def parse_actions(text: str, stage: int | None = None) -> tuple[Action, ...]:
     return tuple(actions)
 
 
+def spell_flags(lockstep: bool, local_losses: bool, *others: str) -> list[str]:
+    """The line above a printed table or schedule, if it needs one."""
+    flags = ["lockstep"] * lockstep + ["local losses"] * local_losses + [*others]
+    return [f"# {', '.join(flags)}"] if flags else []
+
+
+def split_flags(text: str) -> tuple[str, list[str]]:
+    """That line, and those of the stages."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return (lines[0], lines[1:]) if lines and lines[0].startswith("#") else ("", lines)
+
+
 @dataclass(frozen=True)
 class Table:
     """``rows[k][n]``: what stage ``k`` does in step ``n``."""
@@ -195,19 +207,14 @@ class Table:
         return "\n".join([head, *body])
 
     def __str__(self) -> str:
-        flags = ["lockstep"] * self.lockstep + ["local losses"] * self.local_losses
-        lines = [f"# {', '.join(flags)}"] if flags else []
-        lines += [
-            " | ".join(" ".join(map(str, row)) for row in of_stage).rstrip()
-            for of_stage in self.rows
-        ]
-        return "\n".join(lines)
+        rows = (" | ".join(" ".join(map(str, row)) for row in of_stage) for of_stage in self.rows)
+        flags = spell_flags(self.lockstep, self.local_losses)
+        return "\n".join([*flags, *map(str.rstrip, rows)])
 
     @classmethod
     def parse(cls, text: str) -> "Table":
         """Reads what ``str`` wrote, or what a person wrote; :meth:`check` judges it."""
-        lines = [line for line in text.strip().splitlines() if line.strip()]
-        flags = lines.pop(0) if lines and lines[0].startswith("#") else ""
+        flags, lines = split_flags(text)
         rows = tuple(
             tuple(parse_actions(part, stage) for part in line.split("|"))
             for stage, line in enumerate(lines)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from statistics import fmean
+from statistics import fmean, median_high
 from typing import cast
 
 from offbeat.errors import ConfigurationError
@@ -69,8 +69,7 @@ class Timeline:
     @property
     def middle(self) -> float:
         """When half of the actions have begun: by the clock, a slow start may take most of it."""
-        starts = sorted(span.start for span in self.spans)
-        return starts[len(starts) // 2] if starts else 0.0
+        return median_high(span.start for span in self.spans)
 
     def from_middle(self) -> "Timeline":
         """Without the first half, in which a pipe fills and all is done for the first time."""

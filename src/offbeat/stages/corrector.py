@@ -1,5 +1,6 @@
 """All corrections of one stage, called by it at three points: forward, backward, update."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,8 +12,8 @@ from torch.optim import Optimizer, SparseAdam
 
 from offbeat.corrections.base import Correction, Hook, Moment, Surroundings
 from offbeat.corrections.groups import Group, Tensors, groups_of
+from offbeat.corrections.read_weights import ReadWeights
 from offbeat.corrections.sample import Sample
-from offbeat.corrections.seen import ReadWeights
 from offbeat.errors import ConfigurationError
 from offbeat.monitors import WATCHES, Monitor, Watch
 from offbeat.records.readings import What
@@ -31,22 +32,17 @@ class Corrector:
 
     def __init__(
         self,
-        corrections: Sequence[Correction] = (),
-        *,
+        corrections: Sequence[Correction],
+        monitor: Monitor | None,
         flights: Flights,
-        stage: int = 0,
-        stages: int = 1,
-        parameters: Sequence[nn.Parameter] = (),
-        monitor: Monitor | None = None,
+        stage: int,
+        stages: int,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
-        self._corrections = corrections
-        self._flights = flights
-        self._monitor = monitor
+        self._corrections, self._monitor, self._flights = corrections, monitor, flights
+        self._stage, self._stages, self._parameters = stage, stages, tuple(parameters)
         self._last_read: int | None = None
         """The version at which the monitor was last read."""
-        self._stage = stage
-        self._stages = stages
-        self._parameters = tuple(parameters)
         self._fill: Fill | None = None
         self.generation = 0
         """How often hooks have been made: each time with new memory."""
@@ -164,11 +160,8 @@ class Corrector:
     @property
     def shrinkage(self) -> float:
         """Factor on the gradients that arrive."""
-        factor = 1.0
         lags = self._fill is not None and self._fill.lag > 0
-        for correction in self._corrections if lags else ():
-            factor *= correction.shrinkage
-        return factor
+        return math.prod(c.shrinkage for c in self._corrections) if lags else 1.0
 
     # ---------------------------------------------------------------- the three points
 
@@ -284,9 +277,7 @@ class Corrector:
         return version % self._monitor.every == 0
 
     def readings(self, version: int) -> list[tuple[What, float]]:
-        """What the monitors read, if they are due."""
-        if not self.due(version):
-            return []
+        """What the monitors read now."""
         self._last_read = version
         return [reading for watch in self._watches for reading in watch.readings()]
 
@@ -314,7 +305,7 @@ class Corrector:
         """All it remembers but for what flights hold, as plain values and tensors."""
         return {
             "corrections": self.state_dict(),
-            "watch": [tensor.clone() for tensor in self._watched()],
+            "watch": [tensor.clone() for tensor in tensors_of(self._watches)],
             "read": None if self._read is None else self._read.snapshot(),
             "last_read": self._last_read,
         }
@@ -331,8 +322,9 @@ class Corrector:
                 " anew, and the run will not end with the bits of one that was never disturbed.",
                 stacklevel=2,
             )
-        if len(state["watch"]) == len(self._watched()):  # or of other monitors
-            for tensor, value in zip(self._watched(), state["watch"], strict=True):
+        watched = tensors_of(self._watches)
+        if len(state["watch"]) == len(watched):  # or of other monitors
+            for tensor, value in zip(watched, state["watch"], strict=True):
                 tensor.copy_(value)
         if self._read is not None and state["read"] is not None:
             self._read.restore(state["read"])
@@ -367,7 +359,7 @@ class Corrector:
 
     def tensors(self) -> list[Tensor]:
         """What the hooks remember between updates."""
-        return [tensor for hook in self.hooks for tensor in tensors_of(hook)]
+        return tensors_of(self.hooks)
 
     def state_dict(self) -> dict[str, Any]:
         """What the corrections remember, complete when nothing is in flight."""
@@ -399,10 +391,6 @@ class Corrector:
         """The corrections' own, one for each."""
         return self.hooks[len(self._watches) :]
 
-    def _watched(self) -> list[Tensor]:
-        """What the monitors remember."""
-        return [tensor for watch in self._watches for tensor in tensors_of(watch)]
-
     def _sizes(self) -> list[int]:
         """Of the fill: memory of another one is of no use."""
         assert self._fill is not None
@@ -423,8 +411,9 @@ def overrides(hook: Hook, name: str) -> bool:
     return getattr(type(hook), name) is not getattr(Hook, name)
 
 
-def tensors_of(hook: Hook) -> list[Tensor]:
-    return [tensor for tensors in hook.memory().values() for tensor in tensors]
+def tensors_of(hooks: Sequence[Hook]) -> list[Tensor]:
+    """What hooks remember."""
+    return [t for hook in hooks for tensors in hook.memory().values() for t in tensors]
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:

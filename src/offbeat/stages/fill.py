@@ -33,7 +33,7 @@ class Fill:
 
     @classmethod
     def of(
-        cls, method: Method, schedule: Schedule, stage: int, *, first_batch: int, first_update: int
+        cls, method: Method, schedule: Schedule, stage: int, first_batch: int, first_update: int
     ) -> "Fill":
         """What a method and its schedule say about the stage of this number."""
         return cls(

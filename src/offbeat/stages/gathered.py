@@ -71,11 +71,11 @@ class GatheredGradients:
                 parameter.grad = place if self.count else None
 
     def _copy_to_sums(self) -> None:
-        copy_all(tensors_of(self.sums), tensors_of(self.newest))
+        copy_all(without_none(self.sums), without_none(self.newest))
 
     def _add_to_sums(self) -> None:
-        if sums := tensors_of(self.sums):
-            torch._foreach_add_(sums, tensors_of(self.newest))
+        if sums := without_none(self.sums):
+            torch._foreach_add_(sums, without_none(self.newest))
 
 
 class RecordedUpdate:
@@ -92,21 +92,17 @@ class RecordedUpdate:
         self.forget()
 
     def forget(self) -> None:
-        self._made: tuple[Numbers, Recording] | None = None
+        self.latest: tuple[Numbers, Recording] | None = None
         self._last: Numbers | None = None
-
-    @property
-    def made(self) -> bool:
-        return self._made is not None
 
     def recording(
         self, numbers: Numbers, optimizers: Sequence[Optimizer], record: Callable[[], Recording]
     ) -> Recording | None:
         """The one for these numbers; None if this update has to run unrecorded."""
-        if self._made is not None and self._made[0] == numbers:
-            return self._made[1]
+        if self.latest is not None and self.latest[0] == numbers:
+            return self.latest[1]
         same = numbers == self._last
-        self._made, self._last = None, numbers
+        self.latest, self._last = None, numbers
         self._changes = 0 if same else self._changes + 1
         if self._changes == _PATIENCE:
             _say_unrecorded("its numbers (the learning rate, say) change with every update")
@@ -117,11 +113,11 @@ class RecordedUpdate:
             self._give_up(f"{type(counting).__name__} counts its steps on the CPU")
             return None
         try:
-            self._made = numbers, record()
+            self.latest = numbers, record()
         except NotRecordable as error:
             self._give_up(str(error))
             return None
-        return self._made[1]
+        return self.latest[1]
 
     def _give_up(self, reason: str) -> None:
         self.possible = False
@@ -165,5 +161,5 @@ def copy_all(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
             torch._foreach_copy_(found, list(values))
 
 
-def tensors_of(values: Sequence[Tensor | None] | None) -> list[Tensor]:
+def without_none(values: Sequence[Tensor | None] | None) -> list[Tensor]:
     return [value for value in values or () if value is not None]

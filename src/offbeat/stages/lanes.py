@@ -22,14 +22,11 @@ Pool = Any
 """Memory that recordings share; they must then run in the order in which they were recorded."""
 
 
-class Instant:
+class Instant(NamedTuple):
     """A mark in a lane's queue: something to wait for, and a time once it has passed."""
 
-    __slots__ = ("event", "shift_s")
-
-    def __init__(self, event: torch.cuda.Event, shift_s: float = 0.0) -> None:
-        self.event = event
-        self.shift_s = shift_s
+    event: torch.cuda.Event
+    shift_s: float = 0.0
 
     def __sub__(self, seconds: float) -> "Instant":
         return Instant(self.event, self.shift_s - seconds)
@@ -73,8 +70,8 @@ def current_stream() -> torch.cuda.Stream:
     return _innermost.stream or torch.cuda.current_stream()
 
 
-def marked(stream: torch.cuda.Stream | None = None) -> Instant:
-    """A mark at the end of a queue, by default of the one that is entered."""
+def mark(stream: torch.cuda.Stream | None = None) -> Instant:
+    """Marks the end of a queue, by default of the one that is entered."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream or current_stream())
     return Instant(event)
@@ -82,9 +79,6 @@ def marked(stream: torch.cuda.Stream | None = None) -> Instant:
 
 class NotRecordable(Exception):
     """Something launched inside cannot be replayed: where, and what CUDA says."""
-
-    def __init__(self, place: str, reason: str) -> None:
-        super().__init__(f"{place}: {reason}")
 
 
 class Recording(Protocol):
@@ -109,7 +103,7 @@ class Lane:
         return entered(torch.cuda.current_stream(self._device))
 
     def now(self) -> Instant:
-        return marked(self._stream)
+        return mark(self._stream)
 
     def wait(self, instant: Instant) -> None:
         self._stream.wait_event(instant.event)
@@ -153,9 +147,9 @@ class Lane:
                 self._abandon(graph, pool)
                 if not isinstance(error, RuntimeError) or isinstance(error, OffbeatError):
                     raise
-                raise NotRecordable(_place(error), str(error).splitlines()[0]) from error
+                raise NotRecordable(f"{_place(error)}: {str(error).splitlines()[0]}") from error
         if not torch.equal(drawn, torch.default_generator.get_state()):
-            raise NotRecordable("random numbers of the CPU", "a replay would not draw new ones")
+            raise NotRecordable("random numbers of the CPU: a replay would not draw new ones")
         return graph, result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:

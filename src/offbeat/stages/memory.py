@@ -41,10 +41,10 @@ class Storages:
         self._weights[id(parameter)].add(_place(values))
 
     def add_graph(self, graph: Graph) -> None:
-        for saved in graph.alive():
+        for saved in graph.held():
             if isinstance(saved, SavedActivation):
                 self._others.add(_place(saved.tensor))
-            else:
+            elif saved is not None:
                 self.add_version(saved.parameter, saved.source)
 
     def add_tensors(self, tensors: Iterable[Tensor]) -> None:

@@ -47,7 +47,7 @@ class Network:
         self.parameters = [p for m in self.modules for p in m.parameters()]
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.of_model = sum(p.requires_grad for p in module.parameters())
-        """So many of these, the first, are the model's; the rest is the head's."""
+        """How many of these, from the first on, are the model's; the rest are the head's."""
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
         self._compiled = Compiled(index, module) if compile else module
@@ -66,8 +66,6 @@ class Network:
         self.habits.inspected = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
-    # ---------------------------------------------------------------- forward
-
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
     ) -> tuple[Nest, Tensor | None]:
@@ -83,7 +81,7 @@ class Network:
         """
         random = nullcontext() if batch is None else seeded(self.seed_of(batch), self.device)
         with random, precision(self.device, self._autocast):
-            output = self._call(given)
+            output = self._call(given, work.inputs or nest.tensors(given))
             if not isinstance(output, Tensor):
                 self._refuse_hidden_tensors(output)
             return output, self._compute_loss(output, work.target)
@@ -120,16 +118,16 @@ class Network:
     def seed_of(self, batch: int) -> int:
         return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
 
-    def _call(self, given: Nest) -> Nest:
+    def _call(self, given: Nest, inputs: Sequence[Tensor]) -> Nest:
         """Calls the module so that a layer that writes in place spoils nobody's tensor.
 
         The first call works on a copy and looks whether the module wrote into it; only modules that
-        do go on paying for a copy.
+        do go on paying for a copy. ``inputs``: the tensors of what is ``given``.
         """
         passed = given
         if self.habits.inputs_changed is not False:
             passed = nest.replace(given, lambda t: t.clone())
-        inputs = nest.tensors(passed)
+            inputs = nest.tensors(passed)
         before = [tensor._version for tensor in inputs]
         # Compiled code would hide its operations from the inspection of a first graph.
         inspected = self.rule in (None, "recompute") or self.habits.inspected
@@ -160,8 +158,6 @@ class Network:
         """Runs the module alone with these weights and buffers: for evaluation."""
         with torch.no_grad(), precision(self.device, self._autocast):
             return nest.replace(functional_call(self.module, state, (given,)), without_holes)
-
-    # ---------------------------------------------------------------- between stages
 
     def _outgoing(self, output: Nest, given: Nest) -> Nest:
         """Detached tensors for the next stage, marked where a gradient should come back."""

@@ -16,7 +16,7 @@ class Norms(NamedTuple):
 
 
 def norms_of(parameters: Sequence[nn.Parameter], of_model: int, device: torch.device) -> Norms:
-    """``of_model``: so many of the parameters, the first, are the model's; the rest is a head's."""
+    """``of_model``: how many of the parameters are the model's; the rest are a head's."""
     found = [p.grad for p in parameters if p.grad is not None]
     missing: list[int] = []
     if len(found) < len(parameters):

@@ -35,11 +35,11 @@ from offbeat.stages.gathered import (
     RecordedUpdate,
     copy_all,
     numbers_of,
-    tensors_of,
+    without_none,
 )
 from offbeat.stages.lanes import Instant, Lane, Lanes, NotRecordable, Pool, Recording
 from offbeat.stages.runner import Direct
-from offbeat.stages.slots import Kind, Slot, delivered, kind_of, uneven
+from offbeat.stages.slots import Kind, Slot, deliver, kind_of, uneven
 
 if TYPE_CHECKING:
     from offbeat.stages.stage import Stage
@@ -176,10 +176,10 @@ class Recorded:
         note: _Note = flight.note
         slot = note.slot
         if slot is None:
-            # Autograd goes back where it went forward.
+            # Autograd runs a backward in the stream of its forward.
             self.lane.wait(self.back.now())
             with self.lane.entered():
-                sent = delivered(self._backward_unrecorded(flight, gradients), note.places)
+                sent = deliver(self._backward_unrecorded(flight, gradients), note.places)
             self.back.wait(self.lane.now())
             return sent
         if slot.flown is not None:
@@ -190,8 +190,8 @@ class Recorded:
             self.lane.seed(self._stage.network.seed_of(flight.batch))
         slot.backward.replay()
         self._stage.flights.land(flight.batch)
-        self.gathered.add(self._where_to_record)
-        sent = delivered(slot.sent, note.places)
+        self.gathered.add(self.back if self.records else None)
+        sent = deliver(slot.sent, note.places)
         slot.landed = self._mark(self.back)
         self.free[slot.kind].append(slot)
         return sent
@@ -211,8 +211,6 @@ class Recorded:
         else:
             recording.replay()
         self.gathered.count = 0
-
-    # ---------------------------------------------------------------- slots
 
     def _slot_for(self, kind: Kind, given: Nest, target: Nest) -> Slot | None:
         """A free slot for a batch like this one; None if it has to run unrecorded."""
@@ -277,8 +275,6 @@ class Recorded:
             stacklevel=2,
         )
 
-    # ---------------------------------------------------------------- unrecorded batches
-
     def _backward_unrecorded(
         self, flight: Flight, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
@@ -300,15 +296,11 @@ class Recorded:
         for parameter, place, gradient in zip(trainable, newest, found, strict=True):
             if (place is None) != (gradient is None):
                 raise uneven(self._stage.network, parameter)
-        copy_all(tensors_of(newest), tensors_of(found))
-        self.gathered.add(self._where_to_record)
+        copy_all(without_none(newest), without_none(found))
+        self.gathered.add(self.back if self.records else None)
         return sent
 
     # ---------------------------------------------------------------- gradients and the update
-
-    @property
-    def _where_to_record(self) -> Lane | None:
-        return self.back if self.records else None
 
     def show_gradients(self) -> None:
         if self._static:
@@ -329,10 +321,9 @@ class Recorded:
             return None
         if not self.gathered.count:
             return None
-        return update.recording(self._numbers(), stage.optimizers, self._record_update)
-
-    def _record_update(self) -> Recording:
-        return self.back.record(self.show_and_step)[0]
+        return update.recording(
+            self._numbers(), stage.optimizers, lambda: self.back.record(self.show_and_step)[0]
+        )
 
     def _numbers(self) -> Numbers:
         stage, corrected = self._stage, None
@@ -340,8 +331,6 @@ class Recorded:
             corrected = (stage.flights.lag(stage.version), stage.corrector.generation)
         several = self.gathered.count > 1
         return (stage.clip_to, several, corrected, *numbers_of(stage.optimizers))
-
-    # ---------------------------------------------------------------- what is in flight
 
     def discard(self) -> None:
         for flight in self._stage.flights.in_air.values():
@@ -361,7 +350,7 @@ class Recorded:
     def restoring(self) -> Iterator[None]:
         self._forget_recordings()  # gradients will lie elsewhere
         self.lane.wait_for_caller()
-        with self.lane.entered():  # autograd goes back where it went forward
+        with self.lane.entered():  # autograd runs a backward in the stream of its forward
             yield
         self.lane.caller_waits()
         for flight in self._stage.flights.in_air.values():

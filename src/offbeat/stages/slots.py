@@ -23,7 +23,7 @@ from offbeat import nest
 from offbeat.errors import StageError
 from offbeat.nest import Nest
 from offbeat.stages.flight import Work
-from offbeat.stages.gathered import GatheredGradients, copy_all, tensors_of
+from offbeat.stages.gathered import GatheredGradients, copy_all, without_none
 from offbeat.stages.lanes import Instant, Lane, Pool, Recording
 from offbeat.stages.network import Network
 from offbeat.stages.runner import copied_into
@@ -90,9 +90,8 @@ class Slot:
     def record(self, lane: Lane, pool: Pool, arriving: Sequence[bool]) -> None:
         """``arriving``: of every output, whether a gradient comes back; empty where none does.
 
-        ``pool``: what a backward needs only for itself lies where the other slots' have theirs.
-
-        What a forward leaves behind is the slot's own until its backward.
+        ``pool``: memory that the backwards of all slots use in turn, for what they need only while
+        they run. What a forward leaves behind is the slot's own until its backward.
         """
         self.forward, (self.output, self.loss) = lane.record(self.run_forward)
         outputs = nest.tensors(self.output)
@@ -145,18 +144,15 @@ class Slot:
         for (parameter, _), gradient in zip(places, of_weights, strict=True):
             if gradient is None:
                 raise uneven(network, parameter)
-        copy_all((place for _, place in places), tensors_of(of_weights))
+        copy_all((place for _, place in places), without_none(of_weights))
         of_inputs = iter(found)
         return [next(of_inputs) if tensor.requires_grad else None for tensor in work.inputs]
-
-    # ---------------------------------------------------------------- between replays
 
     def fill(self, given: Nest, target: Nest, weights: Sequence[Tensor] | None) -> None:
         """Copies a batch to where the recordings read it, and the weights that it is lent."""
         if self._lent is not None:
             copy_all(self._lent, self._network.trainable if weights is None else weights)
-        _copy(self.given, given)
-        _copy(self.target, target)
+        copy_all(nest.tensors([self.given, self.target]), nest.tensors([given, target]))
 
     def take(self, gradients: Sequence[Tensor | None]) -> None:
         """Puts the gradients that arrived where the recording reads them; most are there."""
@@ -196,7 +192,7 @@ def uneven(network: Network, parameter: nn.Parameter) -> StageError:
     )
 
 
-def delivered(
+def deliver(
     gradients: Sequence[Tensor | None], places: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients in the memory of the slot that awaits them, or else in memory of their own."""
@@ -204,8 +200,3 @@ def delivered(
         None if gradient is None else gradient.clone() if place is None else place.copy_(gradient)
         for place, gradient in zip(places, gradients, strict=True)
     ]
-
-
-def _copy(places: Nest, values: Nest) -> None:
-    for place, value in zip(nest.tensors(places), nest.tensors(values), strict=True):
-        place.copy_(value.detach())

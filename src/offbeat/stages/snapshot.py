@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat import nest
@@ -32,7 +32,7 @@ from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.flight import Flight, Work
 from offbeat.stages.state import FlightState, StageState, WorkState
-from offbeat.stages.versions import Graph, Saved, SavedActivation, SavedWeight
+from offbeat.stages.versions import Graph, Saved, SavedActivation, SavedWeight, address_of, nodes_of
 
 if TYPE_CHECKING:
     from offbeat.stages.stage import Stage
@@ -55,10 +55,13 @@ def take(stage: "Stage") -> StageState:
         "parameters": [parameter.detach().clone() for parameter in stage.parameters],
         "buffers": [buffer.detach().clone() for buffer in memory.buffers],
         "gradients": [None if p.grad is None else p.grad.clone() for p in stage.parameters],
-        "optimizers": [_optimizer_state(optimizer) for optimizer in stage.optimizers],
+        "optimizers": [
+            {"kind": type(optimizer).__name__, "state": copied(optimizer.state_dict())}
+            for optimizer in stage.optimizers
+        ],
         "schedulers": [copied(scheduler.state_dict()) for scheduler in stage.schedulers],
         "old_versions": list(stage.old_versions.items()),
-        "flights": apart(flights) if stage.reuses_memory else flights,
+        "flights": apart(flights) if stage.runner.reuses_memory else flights,
         "landed": [_flight_state(stage, flight, memory) for flight in stage.flights.landed],
         "corrector": stage.corrector.snapshot(),
         "habits": dict(vars(stage.habits)),
@@ -68,10 +71,6 @@ def take(stage: "Stage") -> StageState:
 
 def copied(value: Any) -> Any:
     return nest.replace(value, lambda tensor: tensor.detach().clone())
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> State:
-    return {"kind": type(optimizer).__name__, "state": copied(optimizer.state_dict())}
 
 
 def _flight_state(stage: "Stage", flight: Flight, memory: "_Memory") -> FlightState:
@@ -104,11 +103,11 @@ class _Memory:
     def __init__(self, stage: "Stage") -> None:
         self.parameters = stage.parameters
         self.rule = stage.rule
-        self.buffers = list(_buffers_of(stage.modules))
-        self._moves = not stage.reuses_memory
+        self.buffers = list(dict.fromkeys(b for m in stage.modules for b in m.buffers()))
+        self._moves = not stage.runner.reuses_memory
         self._copies: dict[int, Tensor] = {}
         self._parameter_at = {id(p): number for number, p in enumerate(self.parameters)}
-        self._buffer_at = {_address(b): number for number, b in enumerate(self.buffers)}
+        self._buffer_at = {address_of(b): number for number, b in enumerate(self.buffers)}
 
     def today(self, parameter: nn.Parameter) -> Tensor:
         """A weight's values of now as a backward under the rule will see them."""
@@ -123,7 +122,7 @@ class _Memory:
         if saved is None:
             return None
         if isinstance(saved, SavedWeight):
-            newest = _address(saved.source) == _address(saved.parameter)
+            newest = address_of(saved.source) == address_of(saved.parameter)
             return {
                 "parameter": self._parameter_at[id(saved.parameter)],
                 "older": None if newest else saved.source.detach(),
@@ -131,28 +130,14 @@ class _Memory:
                 "view": [list(saved.size), list(saved.stride), saved.offset],
             }
         tensor = saved.rebuild()
-        number = self._buffer_at.get(_address(tensor)) if _is_plain(tensor) else None
+        number = self._buffer_at.get(address_of(tensor)) if _is_plain(tensor) else None
         if number is not None and tensor.numel():
             return {"buffer": number, "dtype": tensor.dtype, "view": _seen(tensor)}
         return {"activation": tensor}
 
 
-def _buffers_of(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Every buffer once, those that state_dict leaves out too."""
-    seen: set[int] = set()
-    for module in modules:
-        for buffer in module.buffers():
-            if id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield buffer
-
-
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # ------------------------------------------------------------------------- putting back
@@ -207,7 +192,7 @@ def _elsewhere(state: Any, moved: Callable[[Tensor], Tensor]) -> Any:
     def found(tensor: Tensor) -> Tensor:
         if not _is_plain(tensor):
             return moved(tensor.detach()).requires_grad_(tensor.requires_grad)
-        place = _address(tensor)
+        place = address_of(tensor)
         if place not in there:
             bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             there[place] = moved(bytes_of.set_(tensor.untyped_storage()))
@@ -367,35 +352,26 @@ class _Watch(TorchDispatchMode):
     def __init__(self, state: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: str | None = None
-        self._moving = {_address(tensor) for tensor in state}
+        self._moving = {address_of(tensor) for tensor in state}
         self._alive: list[Tensor] = []  # so that no address is used twice while we watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         read = [t for t in nest.tensors([args, kwargs]) if _is_plain(t)]
-        if any(_address(tensor) in self._moving for tensor in read):
+        if any(address_of(tensor) in self._moving for tensor in read):
             if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
                 self.found = self.found or str(func)
             made = [t for t in nest.tensors(result) if _is_plain(t)]
             self._alive += made
-            self._moving |= {_address(tensor) for tensor in made}
+            self._moving |= {address_of(tensor) for tensor in made}
         return result
 
 
 def _attributes(work: Work) -> list[tuple[str, dict[str, Any]]]:
     """What custom autograd functions keep beside saved tensors, in the order of the graph."""
     ends = [*work.outputs, *([] if work.loss is None else [work.loss])]
-    nodes: list[Node] = [end.grad_fn for end in ends if end.grad_fn is not None]
-    seen = set(nodes)
-    found: list[tuple[str, dict[str, Any]]] = []
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, BackwardCFunction):
-            found.append((node.name(), dict(vars(node))))
-        after = [n for n, _ in node.next_functions if n is not None and n not in seen]
-        seen.update(after)
-        nodes += after
-    return found
+    custom = (node for node in nodes_of(ends) if isinstance(node, BackwardCFunction))
+    return [(node.name(), dict(vars(node))) for node in custom]
 
 
 def _is_constant(value: Any) -> bool:

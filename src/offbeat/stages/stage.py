@@ -1,7 +1,7 @@
 """A stage: a slice of the model with its optimizer, weight versions and batches in flight."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight, Flights
 from offbeat.stages.lanes import Lanes
 from offbeat.stages.memory import StageMemory, Storages
-from offbeat.stages.network import Loss as Loss
 from offbeat.stages.network import Network
-from offbeat.stages.network import precision as precision
 from offbeat.stages.norms import Norms, norms_of, total_of
 from offbeat.stages.recorded import Recorded
 from offbeat.stages.runner import Direct
@@ -55,7 +53,7 @@ class Stage:
         self.old_versions: dict[int, list[Tensor]] = {}
         """The trainable weights of versions that a forward may still ask for."""
         self.flights = Flights()
-        self.corrector = Corrector(flights=self.flights)
+        self.correct((), 1, None)
         self.fill = Fill()
         self.clip_to: float | None = None
         """What the next update clips the stage's own gradients to."""
@@ -63,16 +61,11 @@ class Stage:
         self.runner: Direct | Recorded = Direct(self) if lanes is None else Recorded(self, lanes)
 
     def correct(
-        self, corrections: Sequence[Correction], *, stages: int, monitor: Monitor | None = None
+        self, corrections: Sequence[Correction], stages: int, monitor: Monitor | None
     ) -> None:
         """Lets corrections and a monitor act from the next fill on."""
         self.corrector = Corrector(
-            corrections,
-            flights=self.flights,
-            stage=self.index,
-            stages=stages,
-            parameters=self.trainable,
-            monitor=monitor,
+            corrections, monitor, self.flights, self.index, stages, self.trainable
         )
 
     def begin(self, fill: Fill) -> None:
@@ -102,14 +95,6 @@ class Stage:
     def rule(self) -> Rule | None:
         """Which weights a backward sees; None where they are the same anyway."""
         return self.network.rule
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.flights.in_air)
-
-    def entered(self, kind: str) -> AbstractContextManager[None]:
-        """The context in which an action of this kind is to be launched."""
-        return self.runner.entered(kind)
 
     # ---------------------------------------------------------------- the three operations
 
@@ -167,15 +152,11 @@ class Stage:
     def step(self) -> None:
         """The part of an update that a runner may record: clipping, and the optimizers' steps."""
         if self.clip_to is not None:
-            self._scale(self.clip_to, [self._norms()])
+            self._scale(self.clip_to, [self.gradient_norms()])
         corrected = self.corrector.update(self.version) if self.corrector.active else nullcontext()
         with corrected:
             for optimizer in self.optimizers:
                 optimizer.step()
-
-    def predict(self, given: Nest, state: dict[str, Tensor]) -> Nest:
-        """Runs the module alone with these weights and buffers: for evaluation."""
-        return self.network.predict(given, state)
 
     # ---------------------------------------------------------------- between backward and update
 
@@ -188,9 +169,6 @@ class Stage:
     def gradient_norms(self) -> Norms:
         """The norm of every gradient, in the order of the parameters."""
         self.runner.show_gradients()
-        return self._norms()
-
-    def _norms(self) -> Norms:
         return norms_of(self.trainable, self.network.of_model, self.device)
 
     def clip(self, max_norm: float, own: Norms | None = None, others: Sequence[Norms] = ()) -> None:
@@ -257,11 +235,6 @@ class Stage:
         with self.runner.restoring():
             snapshot.put_back(self, state)
 
-    @property
-    def reuses_memory(self) -> bool:
-        """Whether later steps write where weights of today and batches in flight lie now."""
-        return self.runner.reuses_memory
-
     def memory(self) -> StageMemory:
         storages = Storages(self.parameters)
         for lent in (*self.old_versions.values(), *self.corrector.predicted_in_flight()):
@@ -274,7 +247,7 @@ class Stage:
             for parameter, values in work.copies.items():
                 storages.add_version(parameter, values)
         peak = self.peak_versions
-        if self.reuses_memory:  # a copy per micro-batch, not per version
+        if self.runner.reuses_memory:  # a copy per micro-batch, not per version
             peak = max(peak, storages.weight_copies)
         inputs = sum(not work.outputs for work in works)
         return StageMemory(

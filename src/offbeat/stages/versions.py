@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,28 +103,18 @@ class Graph:
         """All it saved, in order; None where autograd has let go of it."""
         return [reference() for reference in self._saved]
 
-    def alive(self) -> Iterator[Saved]:
-        return (saved for saved in self.held() if saved is not None)
 
-
+@dataclass(eq=False)
 class SavedTensors:
     """The hooks of one stage under ``stash`` or ``current``."""
 
-    def __init__(
-        self,
-        stage: int,
-        parameters: Sequence[nn.Parameter],
-        rule: Rule,
-        habits: Habits,
-        compiled: Sequence[nn.Module] = (),
-    ) -> None:
-        self._stage = stage
-        self._parameters = parameters
-        self._rule = rule
-        self._habits = habits
-        self._compiled = compiled
-        """Compiled BatchNorm saves statistics that it writes but does not read, and counts it as a
-        change; as it is, it does neither."""
+    stage: int
+    parameters: Sequence[nn.Parameter]
+    rule: Rule
+    habits: Habits
+    compiled: Sequence[nn.Module]
+    """Compiled BatchNorm saves statistics that it writes but does not read, and counts it as a
+    change; as it is, it does neither."""
 
     @contextmanager
     def kept_in(
@@ -137,12 +127,12 @@ class SavedTensors:
         """
         weights = {
             storage: parameter
-            for parameter in self._parameters
+            for parameter in self.parameters
             if (storage := parameter.untyped_storage().data_ptr())
         }
-        known = {id(parameter) for parameter in self._parameters}
-        buffers = {_storage(buffer) for module in self._compiled for buffer in module.buffers()}
-        inspection = None if self._habits.inspected else _Inspection(weights, inputs)
+        known = {id(parameter) for parameter in self.parameters}
+        buffers = {address_of(buffer) for module in self.compiled for buffer in module.buffers()}
+        inspection = None if self.habits.inspected else _Inspection(weights, inputs)
 
         def pack(tensor: Tensor) -> Saved:
             if tensor.layout is not torch.strided:
@@ -152,15 +142,15 @@ class SavedTensors:
                 parameter = _cast_from(tensor, known)
             if parameter is not None:
                 source: Tensor = parameter
-                if self._rule == "stash":
+                if self.rule == "stash":
                     source = parameter.detach() if stashed is None else stashed(parameter)
                 return graph.add(SavedWeight(parameter, source, tensor))
-            if inspection is not None and self._rule == "current":
+            if inspection is not None and self.rule == "current":
                 self._refuse_derived(inspection.derived_by(tensor), tensor)
-            return graph.add(SavedActivation(tensor, checked=_storage(tensor) not in buffers))
+            return graph.add(SavedActivation(tensor, checked=address_of(tensor) not in buffers))
 
         with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(pack, _rebuild))
+            stack.enter_context(saved_tensors_hooks(pack, lambda saved: saved.rebuild()))
             if inspection is not None:
                 inspection.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
                 stack.enter_context(inspection)
@@ -170,23 +160,14 @@ class SavedTensors:
 
     def look_at(self, outputs: Iterable[Tensor]) -> None:
         """Ends the inspection of a stage's first graph."""
-        nodes = {output.grad_fn for output in outputs}
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node.name() == "CheckpointFunctionBackward":
-                self._refuse_checkpoint("use reentrant checkpoints")
-            found = (
-                {after for after, _ in node.next_functions} - seen if node is not None else set()
-            )
-            nodes |= found
-            seen |= found
-        self._habits.inspected = True
+        if any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(outputs)):
+            self._refuse_checkpoint("use reentrant checkpoints")
+        self.habits.inspected = True
 
     def _refuse_checkpoint(self, what: str) -> None:
         raise StageError(
-            f"stage {self._stage}: its modules {what} (activation checkpointing), so rule"
-            f" {self._rule!r} cannot say which weights the backward sees. Remove the"
+            f"stage {self.stage}: its modules {what} (activation checkpointing), so rule"
+            f" {self.rule!r} cannot say which weights the backward sees. Remove the"
             " checkpointing, or use backward='recompute', which recomputes the whole stage from"
             " its input."
         )
@@ -194,15 +175,11 @@ class SavedTensors:
     def _refuse_derived(self, operation: str | None, tensor: Tensor) -> None:
         if operation is not None:
             raise StageError(
-                f"stage {self._stage}: {operation} computes a tensor of shape"
+                f"stage {self.stage}: {operation} computes a tensor of shape"
                 f" {tuple(tensor.shape)} from weights alone, and the backward needs it. Rule"
                 " 'current' promises the newest weights and cannot compute it again. Use"
                 " backward='stash' or backward='recompute'."
             )
-
-
-def _rebuild(saved: Saved) -> Tensor:
-    return saved.rebuild()
 
 
 class _Inspection(TorchDispatchMode):
@@ -216,21 +193,21 @@ class _Inspection(TorchDispatchMode):
         self.hooks: Any = None
         self.foreign_hooks = False
         self._weights = weights
-        self._data = {_storage(tensor) for tensor in inputs}
+        self._data = {address_of(tensor) for tensor in inputs}
         self._derived: dict[int, str] = {}
         self._alive: list[Tensor] = []  # so that no address is used twice while we watch
 
     def derived_by(self, tensor: Tensor) -> str | None:
-        return self._derived.get(_storage(tensor))
+        return self._derived.get(address_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.foreign_hooks |= top is not None and top != self.hooks
-        read = {_storage(tensor) for tensor in nest.tensors([args, kwargs])}
+        read = {address_of(tensor) for tensor in nest.tensors([args, kwargs])}
         outputs = nest.tensors(result)
         self._alive += outputs
-        made = {_storage(tensor) for tensor in outputs} - read
+        made = {address_of(tensor) for tensor in outputs} - read
         if read & self._data:
             self._data |= made
         elif any(storage in self._weights or storage in self._derived for storage in read):
@@ -238,7 +215,19 @@ class _Inspection(TorchDispatchMode):
         return result
 
 
-def _storage(tensor: Tensor) -> int:
+def nodes_of(ends: Iterable[Tensor]) -> Iterator[Node]:
+    """The graph that led to these tensors: every node once, always in the same order."""
+    nodes = [end.grad_fn for end in ends if end.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        after = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in seen)
+        seen.update(after)
+        nodes += after
+
+
+def address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 

@@ -8,8 +8,6 @@ from torch import nn
 
 from offbeat.errors import ConfigurationError
 
-_VGG_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-
 
 def digits_cnn(classes: int = 10) -> nn.Sequential:
     """Five convolutions for one-channel 8x8 images, a BatchNorm behind each.
@@ -109,7 +107,7 @@ def vgg16(
     _require_side("vgg16", side, 32, left)
     layers: list[nn.Module] = []
     narrow = channels
-    for group in _VGG_16:
+    for group in ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3):
         for wide in group:
             layers += _conv_relu(narrow, wide)
             narrow = wide

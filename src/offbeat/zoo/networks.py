@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigurationError, unknown
+from offbeat.methods.base import require_count
 from offbeat.zoo.convnets import alexnet, digits_cnn, lenet5, vgg16
 from offbeat.zoo.data.sets import Data
 from offbeat.zoo.gpt import gpt
@@ -19,10 +20,6 @@ from offbeat.zoo.settings import check_settings, plain_name
 
 Build = Callable[..., nn.Sequential]
 
-_PAPER_DEPTHS = (20, 32, 44, 56, 98, 110, 164, 224, 362)
-
-_OF_IMAGENET = ("50", "152")  # 6n+2 too, but these names mean other networks
-
 NETWORKS: dict[str, Build] = {
     "digits-cnn": digits_cnn,
     "mlp": mlp,
@@ -30,7 +27,7 @@ NETWORKS: dict[str, Build] = {
     "alexnet": alexnet,
     "vgg16": vgg16,
     "resnet18": resnet18,
-    **{f"resnet{depth}": partial(resnet, depth) for depth in _PAPER_DEPTHS},
+    **{f"resnet{n}": partial(resnet, n) for n in (20, 32, 44, 56, 98, 110, 164, 224, 362)},
     "wrn28-10": wrn28_10,
     "gpt": gpt,
 }
@@ -62,7 +59,8 @@ def _build(name: str) -> Build:
         if wanted == plain_name(known):
             return build
     depth = re.fullmatch(r"resnet(\d+)", wanted)
-    if depth is not None and (int(depth[1]) - 2) % 6 == 0 and depth[1] not in _OF_IMAGENET:
+    imagenet = ("resnet50", "resnet152")  # 6n+2 too, but these names mean other networks
+    if depth is not None and (int(depth[1]) - 2) % 6 == 0 and wanted not in imagenet:
         return partial(resnet, int(depth[1]))
     raise unknown("network", name, NETWORKS)
 
@@ -70,11 +68,7 @@ def _build(name: str) -> Build:
 def _check_network(name: str, build: Build, settings: dict[str, Any]) -> None:
     check_settings(f"network {name}", build, settings)
     for setting in ("classes", "channels"):
-        if settings.get(setting, 1) < 1:
-            raise ConfigurationError(
-                f"network {name}: {setting}={settings[setting]!r}: give a whole number of at least"
-                " 1."
-            )
+        require_count(f"network {name}: {setting}", settings.get(setting, 1))
     dropout = settings.get("dropout", 0)
     if not 0 <= dropout <= 1:
         raise ConfigurationError(f"network {name}: dropout={dropout!r}: give a share from 0 to 1.")
@@ -85,7 +79,7 @@ def network_for(data: Data, name: str, /, **settings: Any) -> nn.Sequential:
 
     It is tried without memory or arithmetic first, so that a misfit is answered with words.
 
-    >>> from offbeat.zoo.data import data_named
+    >>> from offbeat.zoo import data_named
     >>> network_for(data_named("digits"), "mlp", hidden=[32])[1]
     Linear(in_features=64, out_features=32, bias=True)
     """

@@ -18,12 +18,10 @@ def resnet(depth: int, classes: int = 10, channels: int = 3) -> nn.Sequential:
 
     One convolution, n blocks each of 16, 32 and 64 channels, one linear layer: 6n+2 weighted
     layers, so the papers' placement vectors count as they do in the papers (ResNet-20 is cut by
-    ``ppv=(7,)`` after its 16-channel group). The papers use 20, 32, 44, 56, 98, 110, 164, 224 and
-    362, all of this one kind.
+    ``ppv=(7,)`` after its 16-channel group).
 
     Reference: He et al., "Deep Residual Learning for Image Recognition", 2016 (arXiv 1512.03385),
-    section 4.2. Convolutions start from He's normal distribution (fan out), the linear layer from
-    PyTorch's default.
+    section 4.2.
 
     >>> sum(p.numel() for p in resnet(20).parameters())
     269722

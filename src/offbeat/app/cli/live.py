@@ -15,9 +15,6 @@ from offbeat.app.progress import METRICS_EVERY, Progress
 from offbeat.errors import MissingExtra
 from offbeat.trainer import Trainer
 
-_PAUSE_S = 0.5
-"""Between two drawings."""
-
 
 class Lines:
     """One line per evaluation, for logs and pipes."""
@@ -60,18 +57,18 @@ class Screen:
     """A table that is drawn again twice a second."""
 
     def __init__(self, console: Console) -> None:
-        self._began = time.perf_counter()
         # Drawn between steps, by nobody's thread: a thread of its own would take turns with them.
         self._live = Live(console=console, auto_refresh=False)
         self._drawn = 0.0
-        self._read = 0
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
+        self._began = time.perf_counter()
+        self._first, self._read = progress.step, len(trainer.own_ledger)  # of a run that goes on
         self._live.start()
         self._draw(trainer, progress)
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
-        if time.perf_counter() - self._drawn > _PAUSE_S:
+        if time.perf_counter() - self._drawn > 0.5:
             self._draw(trainer, progress)
 
     def evaluated(self, trainer: Trainer, progress: Progress) -> None:
@@ -87,7 +84,8 @@ class Screen:
 
     def _view(self, trainer: Trainer, progress: Progress) -> Table:
         passed = time.perf_counter() - self._began
-        left = passed / progress.step * (progress.steps - progress.step) if progress.step else 0.0
+        taken = progress.step - self._first
+        left = passed / taken * (progress.steps - progress.step) if taken else 0.0
         numbers = Table.grid(padding=(0, 3))
         numbers.add_row(
             f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}",
@@ -95,7 +93,7 @@ class Screen:
             f"loss {progress.loss:.4f}",
             _score(progress),
             f"{progress.rows_per_s:.0f} rows/s",
-            f"{_clock(left)} left",
+            f"{_clock(left)} left" if taken else "- left",
         )
         stages = Table(box=None, pad_edge=False)
         stages.add_column("stage")

@@ -3,8 +3,7 @@
 Numbers arrive as text and are read here: typer's message for a bad number leaves out the number.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -15,7 +14,6 @@ from offbeat.registry import Choice
 from offbeat.schedules.timeline import Costs
 
 _T = TypeVar("_T")
-_Command = TypeVar("_Command", bound=Callable[..., None])
 
 # Beyond these a table outgrows the memory before it outgrows the reader.
 MOST_STAGES = 256
@@ -47,35 +45,13 @@ Share = Annotated[str | None, _option("2,1,1,1", "Weight of each stage; the tota
 Width = Annotated[str | None, _option("COLUMNS", "Width of the picture, if not the terminal's.")]
 
 
-def with_flags(flags: Sequence[inspect.Parameter]) -> Callable[[_Command], _Command]:
-    """Gives a command more options; they arrive in its ``**flags``, None where not given."""
-
-    def add(command: _Command) -> _Command:
-        own = inspect.signature(command).parameters.values()
-        every = [*(p for p in own if p.kind is not p.VAR_KEYWORD), *flags]
-        command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in every} | {"return": None}
-        return command
-
-    return add
-
-
-def flag(name: str, annotation: Any) -> inspect.Parameter:
-    """An option of :func:`with_flags`."""
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
 def read_method(text: str) -> Method:
     """The method with its settings, as ``adl:accumulate=4``."""
     choice = Choice.read(text, "METHOD")
     return method_named(choice.name, **choice.settings)
 
 
-# Reading what the user typed. A parser raises ValueError for what breaks its rule.
-
-
+# A parser raises ValueError for what breaks its rule.
 def _read(option: str, text: str, parse: Callable[[str], _T], rule: str) -> _T:
     try:
         return parse(text)
@@ -100,16 +76,13 @@ def read_count(option: str, text: str, least: int = 1, most: int = _MOST) -> int
 
 
 def read_costs(share: str | None, **texts: str) -> Costs:
-    more = {
-        "backward": "; which weights it sees is a setting of the method, as in ddg:backward=stash"
-    }
-    numbers = {
-        name: _read(f"--{name}", text, _number, f"a number, as in --{name} 2{more.get(name, '')}")
-        for name, text in texts.items()
-    }
-    if share is None:
-        shares: tuple[float, ...] = ()
-    else:
+    more = "; which weights it sees is a setting of the method, as in ddg:backward=stash"
+    numbers = {}
+    for name, text in texts.items():
+        rule = f"a number, as in --{name} 2{more if name == 'backward' else ''}"
+        numbers[name] = _read(f"--{name}", text, _number, rule)
+    shares: tuple[float, ...] = ()
+    if share is not None:
         rule = "a number per stage, as in --share 2,1,1,1"
         shares = _read("--share", share, lambda text: tuple(map(_number, text.split(","))), rule)
     return Costs(**numbers, share=shares)

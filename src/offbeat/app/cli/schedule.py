@@ -80,7 +80,7 @@ def timeline(
         path = Path(measured)
         drawn = measured_timeline(Ledger.load(path / LEDGER if path.is_dir() else path))
         if as_json:
-            print_json(_timed(drawn))
+            print_json(_times_of(drawn))
         else:  # from the middle of the run, where the pipe is full
             later = drawn.from_middle()
             shown = _readable(later, columns)
@@ -97,7 +97,7 @@ def timeline(
     count = options.read_count("--stages", stages, most=options.MOST_STAGES)
     drawn = timeline_of(method, count, steps=steps, costs=costs)
     if as_json:
-        print_json(_heading(method, count, steps) | {"costs": asdict(costs)} | _timed(drawn))
+        print_json(_heading(method, count, steps) | {"costs": asdict(costs)} | _times_of(drawn))
     else:
         picture = drawn.picture(columns)
         # Drawn again wider, because a cut that falls on blanks leaves no trace.
@@ -106,7 +106,7 @@ def timeline(
         typer.echo(f"{picture}\n{_measures(drawn)}")
 
 
-def _timed(drawn: Timeline) -> dict[str, Any]:
+def _times_of(drawn: Timeline) -> dict[str, Any]:
     return {
         "time_per_batch": drawn.step_time,
         "busy_share": drawn.busy_share,
@@ -120,11 +120,7 @@ def _readable(drawn: Timeline, columns: int) -> float:
     """As much time as a picture has room for: three steps, fewer if they have many parts."""
     lengths = [s.end - s.start for s in drawn.spans if s.action.kind != "U"]
     typical = median(lengths) if lengths else drawn.step_time
-    return min(3 * drawn.step_time, typical * columns / _LETTERS)
-
-
-_LETTERS = 6
-"""Room for the name of a typical action in a measured timeline."""
+    return min(3 * drawn.step_time, typical * columns / 6)  # letters, for its name
 
 
 def _refuse_given(context: typer.Context, but: tuple[str, ...]) -> None:

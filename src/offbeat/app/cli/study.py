@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.app.cli.options import MOST_STAGES, read_count, with_flags
+from offbeat.app.cli.options import MOST_STAGES, read_count
 from offbeat.app.cli.printing import print_columns
-from offbeat.app.cli.train import EXPERIMENT_FLAGS, ConfigOption, OutOption, given_settings
+from offbeat.app.cli.train import ConfigOption, OutOption, given_settings, with_settings
 from offbeat.app.experiment import Experiment
 from offbeat.app.study import Cell, cells_of, plan, run_study
 from offbeat.errors import ConfigurationError, MissingExtra
@@ -25,8 +25,8 @@ def read_study(
 ) -> dict[str, Experiment]:
     """The runs of a study, by name. ``own``: the flags that a run has not."""
     given = given_settings(config, flags | own)
-    methods = _listed(given.pop("methods", DEFAULT_METHODS))
-    counts = _listed(given.pop("stage_counts", "2,4"), also=",")
+    methods = _split_list(given.pop("methods", DEFAULT_METHODS))
+    counts = _split_list(given.pop("stage_counts", "2,4"), also=",")
     seeds = read_count("--seeds", str(given.pop("seeds", 3)))
     for name, option in ((f.name, f.metadata["study"]) for f in fields(Experiment)):
         if option and name in given:
@@ -44,7 +44,7 @@ def read_study(
     return plan(base, methods, stages, seeds)
 
 
-def _listed(value: Any, also: str = " ") -> list[str]:
+def _split_list(value: Any, also: str = " ") -> list[str]:
     """The parts of a text, or of a list of a TOML file; no blanks around the plus of one."""
     texts = value if isinstance(value, list) else [value]
     whole = " ".join(re.sub(r"\s*\+\s*", "+", str(text)) for text in texts)
@@ -54,31 +54,22 @@ def _listed(value: Any, also: str = " ") -> list[str]:
 def table_of(cells: Sequence[Cell], percent: bool) -> list[list[str]]:
     """A row per configuration, accuracies in percent or losses, below their heading."""
     # A loss is stored as a score, negative. Not -gap: BP's own is 0, and -0.0 would be printed.
-    scale, digits = (100.0, 2) if percent else (1.0, 4)
-    return [
+    scale, digits, score = (100.0, 2, "accuracy, %") if percent else (1.0, 4, "loss")
+    rows = [
         [
-            "method",
-            "stages",
-            "lag",
-            "accuracy, %" if percent else "loss",
-            "std of seeds",
-            "gap to BP",
-        ],
-        *(
-            [
-                cell.method,
-                str(cell.stages),
-                " ".join(map(str, cell.lags)),
-                f"{scale * (cell.mean if percent else -cell.mean):.{digits}f}",
-                "-" if len(cell.scores) == 1 else f"{scale * cell.spread:.{digits}f}",
-                f"{scale * (cell.gap if percent else 0 - cell.gap):+.{digits}f}",
-            ]
-            for cell in cells
-        ),
+            cell.method,
+            str(cell.stages),
+            " ".join(map(str, cell.lags)),
+            f"{scale * (cell.mean if percent else -cell.mean):.{digits}f}",
+            "-" if len(cell.scores) == 1 else f"{scale * cell.spread:.{digits}f}",
+            f"{scale * (cell.gap if percent else 0 - cell.gap):+.{digits}f}",
+        ]
+        for cell in cells
     ]
+    return [["method", "stages", "lag", score, "std of seeds", "gap to BP"], *rows]
 
 
-@with_flags(EXPERIMENT_FLAGS)
+@with_settings
 def study(
     methods: Annotated[
         str | None,

@@ -3,18 +3,21 @@
 import math
 import os
 import sys
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import Field, fields, replace
 from datetime import datetime
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from offbeat.app.cli.options import flag, with_flags
 from offbeat.app.experiment import Experiment, names_of
 from offbeat.app.runs import CHECKPOINTS, CONFIG, Run
 from offbeat.errors import ConfigurationError
 from offbeat.registry import Choice, spell
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 ConfigOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A TOML file; flags given beside it win.")
@@ -30,32 +33,35 @@ ResumeOption = Annotated[
 ]
 
 
-def _annotation(name: str, kind: Any, help_: str, default: Any) -> Any:
-    flag = "--" + name.replace("_", "-")
-    shown = "" if default in (None, (), False, True) else f" [{spell(default)}]"
+def with_settings(command: _Command) -> _Command:
+    """Gives a command an option per setting of an experiment; they arrive in its ``**flags``, None
+    where not given."""
+    own = [p for p in signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    every = [*own, *map(_option, fields(Experiment))]
+    command.__signature__ = Signature(every)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in every} | {"return": None}
+    return command
+
+
+def _option(setting: Field[Any]) -> Parameter:
+    flag, default = setting.name.replace("_", "-"), setting.default
+    text: str = setting.metadata["help"]
+    kind: Any = setting.type
+    given: Any = bool
     if kind is bool:
-        opposite = f"--no-{name.replace('_', '-')}"
-        option = typer.Option(f"{flag}/{opposite}", help=help_, show_default=False)
-        return Annotated[bool | None, option]
-    named = Choice in (kind, *get_args(kind))
-    metavar = "NAME[:SETTINGS]" if named else {int: "N", float: "X"}.get(kind, "TEXT")
-    option = typer.Option(flag, metavar=metavar, help=help_ + shown, show_default=False)
-    return Annotated[list[str] | None if kind == tuple[Choice, ...] else str | None, option]
-
-
-EXPERIMENT_FLAGS = [
-    flag(f.name, _annotation(f.name, f.type, f.metadata["help"], f.default))
-    for f in fields(Experiment)
-]
-
-
-def read_experiment(config: str | None, flags: dict[str, Any]) -> Experiment:
-    """What the file says, overruled by the flags that were given."""
-    where = "" if config is None else f" in {config}"
-    return Experiment.read(given_settings(config, flags), where)
+        option = typer.Option(f"--{flag}/--no-{flag}", help=text, show_default=False)
+    else:
+        named = Choice in (kind, *get_args(kind))
+        metavar = "NAME[:SETTINGS]" if named else {int: "N", float: "X"}.get(kind, "TEXT")
+        text += "" if default in (None, (), False, True) else f" [{spell(default)}]"
+        option = typer.Option(f"--{flag}", metavar=metavar, help=text, show_default=False)
+        given = list[str] if kind == tuple[Choice, ...] else str
+    annotation = Annotated[given | None, option]
+    return Parameter(setting.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """What the file says, overruled by the flags that were given."""
     values: dict[str, Any] = {} if config is None else Experiment.from_toml(config)
     return values | {k: v for k, v in flags.items() if v is not None and v != []}
 
@@ -74,7 +80,7 @@ def stored_experiment(folder: Path, given: dict[str, Any]) -> Experiment:
     return replace(stored, **{name: getattr(asked, name) for name in free})
 
 
-@with_flags(EXPERIMENT_FLAGS)
+@with_settings
 def train(
     config: ConfigOption = None,
     out: OutOption = None,
@@ -83,7 +89,8 @@ def train(
     **flags: Any,
 ) -> None:
     """Train a network of the zoo by any method, alone or under torchrun, and store the run."""
-    experiment = read_experiment(config, flags)
+    given = given_settings(config, flags)
+    experiment = Experiment.read(given, "" if config is None else f" in {config}")
     if resume and out is None:
         raise ConfigurationError("--resume goes on with a stored run: give its folder with --out.")
     moment = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -91,7 +98,7 @@ def train(
     folder = Path(usual if out is None else out)
     first_process = os.environ.get("RANK", "0") == "0"
     if resume and not (folder / CONFIG).exists():
-        if not given_settings(config, flags):
+        if not given:
             raise ConfigurationError(
                 f"{folder} holds no run to go on with: give the folder of one with --out, or the"
                 " settings of a new one."
@@ -99,7 +106,7 @@ def train(
         if first_process:
             typer.echo(f"no run in {folder}: starting one")
     if resume and (folder / CONFIG).exists():
-        experiment = stored_experiment(folder, given_settings(config, flags))
+        experiment = stored_experiment(folder, given)
         if Run.load(folder).summary.get("status") == "finished":
             typer.echo(f"{folder} is finished already")
             return

@@ -1,19 +1,21 @@
 """What a stored run says, with every part optional."""
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from operator import attrgetter
+from statistics import median
 from typing import Any
 
 from offbeat.app.experiment import names_of
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
-from offbeat.records.ledger import Ledger, lags_of
+from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.registry import Choice
 
@@ -85,6 +87,11 @@ class Facts:
     def model(self) -> str | None:
         return name_of(self.config.get("model"))
 
+    def has_data_of(self, other: "Facts") -> bool:
+        """As far as both say theirs: scores on different data have no difference."""
+        ours, theirs = self.config.get("data"), other.config.get("data")
+        return None in (ours, theirs) or ours == theirs
+
     @property
     def stages(self) -> int | None:
         return count(self.config.get("stages")) or len(self.lags) or None
@@ -100,8 +107,22 @@ class Facts:
         return tuple(lag for lag in lags if lag is not None)
 
     @property
+    def seed(self) -> int | None:
+        return whole(self.config.get("seed"))
+
+    @cached_property
+    def case(self) -> str:
+        """All that decided the run but its seed: runs of one case differ by chance alone."""
+        names = (name for name in names_of("recipe", "run") if name != "seed")
+        settings = {name: self._asked.get(name) for name in names}
+        return json.dumps(settings, sort_keys=True, default=str)
+
+    @property
     def synchronous(self) -> bool:
-        return (self.method or "").lower() == "synchronous"
+        """Plain training: no stage lags, and replicas apply the mean of their gradients."""
+        averaging = "all-reduce" if self.replicas == 1 else self.averaging or "all-reduce"
+        together = averaging.lower().replace("-", "") == "allreduce"
+        return (self.method or "").lower() == "synchronous" and together and not any(self.lags)
 
     # ---------------------------------------------------------------- what came out
 
@@ -141,8 +162,14 @@ class Facts:
 
     @property
     def step_s(self) -> float | None:
-        """Time per step over the whole run, evaluations included."""
-        return self.time_s / self.steps if self.time_s and self.steps else None
+        """Median time from update to update of the last stage, by the ledger.
+
+        So without the first step, and evaluations and pauses hardly count.
+        """
+        updates = [e for e in self.ledger or () if (e.kind, e.replica) == ("U", 0)]
+        last = max((e.stage for e in updates), default=0)
+        times = [b - a for a, b in pairwise(e.end_s for e in updates if e.stage == last)]
+        return median(times) if times else None
 
     @property
     def rows_per_s(self) -> float | None:
@@ -168,7 +195,7 @@ class Facts:
     @cached_property
     def waits(self) -> tuple[AtStage, ...]:
         """How long stages stood still for averages; empty where none were merged."""
-        return self._by_place("waits") or tuple(sorted(self._ledger_waits(), key=_PLACE))
+        return self._by_place("waits")
 
     def _by_place(self, key: str) -> tuple[AtStage, ...]:
         """A part of the summary whose keys read replica/stage."""
@@ -177,13 +204,6 @@ class Facts:
             replica, _, stage = (whole(word) or 0 for word in place.partition("/"))
             entries.append(AtStage(replica, stage, _numbers(mapping(value))))
         return tuple(sorted(entries, key=_PLACE))
-
-    def _ledger_waits(self) -> Iterator[AtStage]:
-        ledger = self.ledger or Ledger()
-        for replica, stage in {(e.replica, e.stage) for e in ledger if e.kind == "M"}:
-            if s := ledger.waits(stage, replica).values():
-                summed = {"averages": len(s), "total_s": sum(s), "longest_s": max(s)}
-                yield AtStage(replica, stage, summed)
 
     @cached_property
     def ledger(self) -> Ledger | None:
@@ -211,20 +231,7 @@ class Facts:
             for key, counts in mapping(self.summary.get("lags")).items()
             if (stage := whole(key)) is not None
         }
-        by_stage = {stage: counted[stage] for stage in sorted(counted) if counted[stage]}
-        return by_stage or self._ledger_lags
-
-    @property
-    def lags_are_of_ledger(self) -> bool:
-        """Whether the counts cover only the actions that the ledger kept."""
-        return bool(self.lag_counts) and not mapping(self.summary.get("lags"))
-
-    @property
-    def _ledger_lags(self) -> dict[int, dict[int, int]]:
-        counts: dict[int, Counter[int]] = {}
-        for (_, stage, _), lag in lags_of(self.ledger or ()).items():
-            counts.setdefault(stage, Counter())[lag] += 1
-        return {stage: dict(counts[stage]) for stage in sorted(counts)}
+        return {stage: counted[stage] for stage in sorted(counted) if counted[stage]}
 
     # ---------------------------------------------------------------- curves
 
@@ -299,14 +306,6 @@ def facts_of(runs: Sequence[Run]) -> list[Facts]:
         seen[name] += 1
         labels.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return [Facts(run, label) for run, label in zip(runs, labels, strict=True)]
-
-
-def baseline(facts: Iterable[Facts]) -> Facts | None:
-    """The synchronous run that the others are compared with, by accuracy or else by loss."""
-    plain = [run for run in facts if run.synchronous]
-    by_accuracy = (run for run in plain if run.accuracy is not None)
-    by_loss = (run for run in plain if run.loss is not None)
-    return next(chain(by_accuracy, by_loss), None)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:

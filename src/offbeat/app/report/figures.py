@@ -100,8 +100,12 @@ def draw_curves(
     ylabel: str = "test accuracy",
     xlabel: str = "epoch",
     title: str = "",
+    log: bool = False,
 ) -> "Figure":
-    """One line per run through its (epoch, value) points; the legend stands beside the axes."""
+    """One line per run through its (epoch, value) points; the legend stands beside the axes.
+
+    ``log``: for errors, whose ends are all small.
+    """
     _refuse_empty(runs, "draw_curves")
     figure = _empty_figure(9.5, 4.8)
     figure.set_layout_engine("constrained")
@@ -119,6 +123,10 @@ def draw_curves(
             markersize=max(4.5, 8 - 0.7 * place),
         )
     axes.locator_params(axis="x", integer=True)
+    if log:
+        axes.set_yscale("log", subs=[2, 5])  # more would write their numbers over one another
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel(xlabel, fontsize=11)
     axes.set_ylabel(ylabel, fontsize=11)
     axes.set_title(title, loc="left", fontsize=12)

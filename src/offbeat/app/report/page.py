@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from offbeat.app.report.comparison import comparison
 from offbeat.app.report.curves import columns_of, curves
 from offbeat.app.report.facts import Facts, facts_of
 from offbeat.app.report.markup import Markup, data_block, join, tag
 from offbeat.app.report.stages import gradients, lags, memory, staleness, waiting
-from offbeat.app.report.summary import comparison, configuration_table, summary
+from offbeat.app.report.summary import configuration_table, summary
 from offbeat.app.report.timelines import Drawing, timelines
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError

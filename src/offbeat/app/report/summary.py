@@ -1,11 +1,12 @@
-"""The runs as wholes: in a sentence each, side by side, and what was asked for."""
+"""The runs as wholes: in a sentence each, and what was asked for."""
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from offbeat.app.report import words
-from offbeat.app.report.facts import Facts, baseline, mapping
+from offbeat.app.report.facts import Facts, listing, mapping
 from offbeat.app.report.markup import Markup, join, note, swatch, table, tag
 
 
@@ -56,61 +57,8 @@ def _trouble(run: Facts) -> Markup | None:
     return None
 
 
-def comparison(facts: Sequence[Facts]) -> Markup:
-    base = baseline(facts)
-    unit = "in loss" if base is None or base.accuracy is None else "points"
-    head = (
-        *("run", "method", "lag per stage", "accuracy"),
-        *(() if base is None else (f"gap to {base.label}, {unit}",)),
-        *("test loss", "time per step", "rows/s", "end"),
-    )
-    body = [
-        (
-            join([swatch(place), " ", run.label]),
-            _method_words(run),
-            words.listed(run.lags),
-            words.percent(run.accuracy),
-            *(() if base is None else (_gap(run, base),)),
-            words.number(run.loss),
-            words.seconds(run.step_s),
-            words.number(run.rows_per_s),
-            run.status or "not recorded",
-        )
-        for place, run in enumerate(facts)
-    ]
-    side_by_side = table("The runs side by side", head, body, class_="side")
-    if base is None:
-        missing = "None of the runs is synchronous with a score, so no gap is given."
-        return join([side_by_side, note(missing)])
-    unlike = [
-        note(f"{run.label} and {base.label} differ in more than staleness: {', '.join(names)}.")
-        for run in facts
-        if (names := run.recipe_unlike(base))
-    ]
-    return join([side_by_side, *unlike])
-
-
-def _gap(run: Facts, base: Facts) -> str:
-    if run is base:
-        return "baseline"
-    by_accuracy = base.accuracy is not None
-    ours, theirs = (run.accuracy, base.accuracy) if by_accuracy else (run.loss, base.loss)
-    if ours is None or theirs is None:
-        return words.MISSING
-    return words.points(ours - theirs) if by_accuracy else f"{ours - theirs:+.4f}"
-
-
-def _method_words(run: Facts) -> str:
-    text = run.method_in_full or words.MISSING
-    text += f", {words.plural(run.stages, 'stage')}" if run.stages else ""
-    if run.replicas > 1:
-        text += f", {run.replicas} replicas"
-        text += f", {run.averaging}" if run.averaging else ""
-    return text
-
-
 def configuration_table(facts: Sequence[Facts]) -> Markup:
-    columns = [dict(_flat(run.config)) for run in facts]
+    columns = [_settings(run) for run in facts]
     groups = dict.fromkeys(_group(key) for column in columns for key in column)
     every = dict.fromkeys(key for column in columns for key in column)
     keys = sorted(every, key=lambda key: list(groups).index(_group(key)))
@@ -124,6 +72,15 @@ def configuration_table(facts: Sequence[Facts]) -> Markup:
     head = ["setting", *(run.label for run in facts)] if len(facts) > 1 else ["setting", "value"]
     several = "; settings in bold differ" if len(facts) > 1 else ""
     return table(f"What was asked for{several}", head, body, class_="configuration")
+
+
+def _settings(run: Facts) -> dict[str, str]:
+    """As they were asked for; the cuts also where the first batch decided them."""
+    flat = dict(_flat(run.config))
+    if typed := listing(run.config.get("command")):  # of an earlier version
+        flat["command"] = shlex.join(map(str, typed))
+    cuts = listing(run.config.get("cuts")) or listing(run.summary.get("cuts"))
+    return flat | ({"cuts": words.listed(cuts)} if cuts else {})
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

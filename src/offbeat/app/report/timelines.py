@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from offbeat.app.report.facts import Facts
 from offbeat.app.report.markup import Markup, join, note, per_run, tag
 from offbeat.errors import ConfigurationError
-from offbeat.methods import method_named
+from offbeat.methods import Method, method_named
 from offbeat.records.ledger import Entry, Ledger, Place, lags_of
-from offbeat.schedules.timeline import Timeline, timeline
+from offbeat.schedules.timeline import Costs, Timeline, timeline
 
 MOST_ACTIONS = 10_000
 """Actions of a run on a page; the trace has all of them."""
@@ -28,20 +29,52 @@ def planned_entries(line: Timeline) -> list[Entry]:
     return entries
 
 
-def plan(method: str | None, settings: Mapping[str, Any], stages: int | None) -> Timeline:
-    """The modelled timeline of a stored configuration, a few steps beyond the fill.
+def plan(run: Facts) -> tuple[Timeline, Timeline | None]:
+    """The modelled timeline of a run's method, a few steps beyond the fill: with equal stages, and
+    with what its own stages cost, where the ledger says it.
 
     Raises :class:`ConfigurationError`, and nothing else, where the method cannot be built again.
     """
+    method, stages = run.method, run.stages
     if method is None or stages is None:
         raise ConfigurationError("the configuration does not name a method and its stages.")
     if stages > _MOST_STAGES:
         raise ConfigurationError(f"{stages} stages are too many to draw.")
     try:
-        built = method_named(method, **settings)
-        return timeline(built, stages, steps=built.schedule(stages).fill_steps + 6)
+        built = method_named(method, **run.settings)
+        steps = built.schedule(stages).fill_steps + 6
+        # A hybrid's ledger ends with another method.
+        ledger = Ledger() if run.config.get("hybrid") else run.ledger or Ledger()
+        costs = costs_of(ledger, built, stages)
+        own = None if costs is None else timeline(built, stages, steps=steps, costs=costs)
+        return timeline(built, stages, steps=steps), own
     except Exception as error:  # a stored file may hold anything
         raise ConfigurationError(str(error) or type(error).__name__) from error
+
+
+def costs_of(ledger: Ledger, method: Method, stages: int) -> Costs | None:
+    """What a batch cost each stage, in seconds: medians, its update with the backward.
+
+    None unless all stages have some.
+    """
+    schedule, each = method.schedule(stages), range(stages)
+    times: dict[tuple[str, int], list[float]] = {(k, stage): [] for k in "FBU" for stage in each}
+    for e in ledger:
+        if (e.kind, e.stage) in times:
+            times[e.kind, e.stage].append(e.end_s - e.start_s)
+    if not all(times.values()):
+        return None
+    forward, backward = ([median(times[kind, stage]) for stage in each] for kind in "FB")
+    for stage in each:
+        if method.rule == "recompute" and schedule.in_flight(stage):
+            backward[stage] = max(0.0, backward[stage] - forward[stage])
+        backward[stage] += median(times["U", stage]) / schedule.micro_batches
+    share = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
+    if not min(share) > 0:
+        return None
+    scale = schedule.micro_batches / stages
+    ahead, back = scale * sum(forward), scale * sum(backward)
+    return Costs(forward=ahead, recompute=ahead, backward=back, share=share)
 
 
 @dataclass(frozen=True)
@@ -105,9 +138,9 @@ def measured(ledger: Ledger) -> Drawing:
     return Drawing(entries, len(ledger) - len(entries), "s")
 
 
-def planned(line: Timeline) -> Drawing:
+def planned(line: Timeline, unit: str = "") -> Drawing:
     entries = sorted(planned_entries(line), key=lambda entry: entry.start_s)
-    return Drawing(entries[:MOST_ACTIONS], len(entries[MOST_ACTIONS:]), "")
+    return Drawing(entries[:MOST_ACTIONS], len(entries[MOST_ACTIONS:]), unit)
 
 
 def timelines(facts: Sequence[Facts], drawings: list[Drawing]) -> Markup:
@@ -134,14 +167,19 @@ def _measured(run: Facts, drawings: list[Drawing]) -> Markup:
 
 def _planned(run: Facts, drawings: list[Drawing]) -> Markup:
     try:
-        line = plan(run.method, run.settings, run.stages)
+        equal, own = plan(run)
     except ConfigurationError as error:
         return note(f"The planned timeline is left out: {error}")
-    words = (
-        "in units of a forward: a batch's forward takes 1, its backward 2, a message 0. Busy"
-        f" {line.busy_share:.0%}, ideal speed-up {line.speed_up:.2f}"
-    )
-    return _timeline("Planned", words, run, planned(line), drawings)
+    line = own or equal
+    words = f"messages are free. Busy {line.busy_share:.0%}, ideal speed-up {line.speed_up:.2f}"
+    if own is None:
+        words = f"with equal stages: a batch's forward takes 1, its backward 2; {words}"
+    else:
+        words = f"with what this run's stages took, by the median; {words}"
+        words += f"; {equal.speed_up:.2f}, were all stages equal"
+    if run.config.get("hybrid"):  # one method after the other
+        words = f"of the first phase, {words}"
+    return _timeline("Planned", words, run, planned(line, "s" if own else ""), drawings)
 
 
 def _timeline(

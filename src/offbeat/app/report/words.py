@@ -44,17 +44,6 @@ def percent(share: float | None) -> str:
     return MISSING if share is None else f"{100 * share:.1f}{_GAP}%"
 
 
-def points(difference: float | None) -> str:
-    """
-    >>> points(-0.011), points(0.0)
-    ('-1.1', '0.0')
-    """
-    if difference is None:
-        return MISSING
-    text = f"{100 * difference:+.1f}"
-    return "0.0" if text in ("+0.0", "-0.0") else text
-
-
 def number(value: float | None) -> str:
     """
     >>> number(0.123456), number(24_310.5), number(3)

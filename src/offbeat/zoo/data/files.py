@@ -2,25 +2,26 @@
 
 A download is written aside, checked and renamed, so the cache never holds half a file. Published
 sizes and checksums are demanded of every file that bears the published name, wherever it lies. Only
-where copies that someone packed again are common (``repacked``) is another size taken. Formats
-check themselves on top of that.
+where copies that someone packed again are common (``repacked``) is another size taken.
 """
 
 import hashlib
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from http.client import HTTPException
 from pathlib import Path
+from shutil import copyfileobj
 from typing import IO
 from urllib.request import Request, urlopen
+
+from rich.console import Console
+from rich.progress import wrap_file
 
 from offbeat.errors import ConfigurationError
 from offbeat.zoo.data.resources import Resource
 
-_CHUNK = 1 << 20
 _SILENCE_S = 30.0
 
 
@@ -125,11 +126,14 @@ def _fetch(url: str, resource: Resource, file: IO[bytes]) -> None:
     request = Request(url, headers={"User-Agent": "offbeat"})
     with urlopen(request, timeout=_SILENCE_S) as response:
         promised = int(response.headers.get("Content-Length") or resource.size or 0)
-        progress = _Progress(resource.name, promised)
-        while chunk := response.read(_CHUNK):
-            file.write(chunk)
-            progress.add(len(chunk))
-        progress.end()
+        words = f"downloading {resource.name} ({promised / 1e6:.1f} MB)"
+        if sys.stderr.isatty():
+            screen = Console(stderr=True)
+            response = wrap_file(response, total=promised, description=words, console=screen)
+        else:
+            print(words, file=sys.stderr)
+        with response as source:
+            copyfileobj(source, file)
     if promised and file.tell() != promised:  # a broken connection just ends the stream
         raise ValueError(f"the connection ended after {file.tell():,} of {promised:,} bytes")
 
@@ -141,29 +145,3 @@ def _compare(path: Path, resource: Resource) -> None:
     found = checksum(path, resource.checksum)
     if found != resource.checksum:
         raise ValueError(f"checksum {found} instead of {resource.checksum}")
-
-
-class _Progress:
-    """How far a download is: on a terminal twice a second, otherwise one line at the start."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self._name, self._size = name, size
-        self._bytes = 0
-        self._shown = 0.0
-        self._live = sys.stderr.isatty()
-        if not self._live:
-            print(f"downloading {name} ({size / 1e6:.1f} MB)", file=sys.stderr)
-
-    def add(self, size: int) -> None:
-        self._bytes += size
-        if self._live and time.monotonic() - self._shown > 0.5:
-            self._shown = time.monotonic()
-            self._show("\r")
-
-    def end(self) -> None:
-        if self._live:
-            self._show("\n")
-
-    def _show(self, end: str) -> None:
-        text = f"downloading {self._name}: {self._bytes / 1e6:.1f} of {self._size / 1e6:.1f} MB"
-        print(text, end=end, file=sys.stderr, flush=True)

@@ -39,7 +39,7 @@ _CIFAR_MD5 = {  # of the Python batches, as published
 }
 
 
-def unpacked(path: Path, member: str | None = None) -> bytes:
+def unpack(path: Path, member: str | None = None) -> bytes:
     """What a file holds, whether plain or packed by gzip, xz or zip (``member``: which part)."""
     try:
         raw = path.read_bytes()
@@ -66,9 +66,6 @@ def _part(pixels: NDArray[Any], labels: NDArray[Any], place: Path) -> Part:
     return torch.tensor(pixels), torch.tensor(labels, dtype=torch.int64)
 
 
-# ------------------------------------------------------------------ IDX
-
-
 def read_idx(images: Path, labels: Path) -> Part:
     """A part in LeCun's format, gzipped or not."""
     pixels, classes = _read_array(images, 3), _read_array(labels, 1)
@@ -78,7 +75,7 @@ def read_idx(images: Path, labels: Path) -> Part:
 
 
 def _read_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    raw = unpacked(path)
+    raw = unpack(path)
     head = 4 + 4 * dimensions
     if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) < head:
         raise damaged(
@@ -93,14 +90,8 @@ def _read_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)
 
 
-# ------------------------------------------------------------------ CIFAR
-
-
 def read_cifar(path: Path) -> tuple[Part, Part]:
-    """The training and the test part of a folder or an archive of either kind.
-
-    The binary batches (``data_batch_1.bin``) or the Python ones (``data_batch_1``).
-    """
+    """The training and the test part, of a folder or an archive of binary or Python batches."""
     found: dict[str, Part] = {}
     for name, raw in _members(path):
         place = path / name if path.is_dir() else path
@@ -172,9 +163,6 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) == ("numpy", "dtype"):
             return lambda kind, *_: np.dtype(kind.decode() if isinstance(kind, bytes) else kind)
         raise ConfigurationError(f"it asks to run {module}.{name}, and batches hold arrays alone")
-
-
-# ------------------------------------------------------------------ a folder of pictures
 
 
 def read_folder(

@@ -1,6 +1,7 @@
 """Batches with a position that can be saved: every batch is keyed by (seed, epoch, number)."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -62,7 +63,8 @@ class Loader:
         self.position = 0
         """The batch of this epoch that comes next."""
         self._begin = 0
-        self._source, self._train, self._augment = source, train, augment
+        self._train = train
+        self._read = partial(source.batch, batch_size, train=train, augment=augment, seed=seed)
 
     def __len__(self) -> int:
         return self.batches_per_epoch - self._begin
@@ -82,14 +84,7 @@ class Loader:
 
     def read(self, epoch: int, number: int) -> Batch:
         """Any batch of any epoch; the position stays."""
-        return self._source.batch(
-            self.batch_size,
-            number,
-            train=self._train,
-            augment=self._augment,
-            seed=self.seed,
-            epoch=epoch,
-        )
+        return self._read(number, epoch=epoch)
 
     def seek(self, epoch: int, position: int = 0) -> None:
         """Goes to a batch of an epoch; the end of one epoch is the start of the next."""
@@ -103,12 +98,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch lies. Save it with the model."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-        }
+        names = ("epoch", "position", "seed", "batch_size")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved position; the batches from there are those that were not yet read."""

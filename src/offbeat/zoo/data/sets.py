@@ -19,7 +19,7 @@ from offbeat.zoo.data import resources
 from offbeat.zoo.data.bpe import BytePairs, read_merges
 from offbeat.zoo.data.digits import raw_digits
 from offbeat.zoo.data.files import checksum, damaged, find
-from offbeat.zoo.data.formats import Part, read_cifar, read_folder, read_idx, unpacked
+from offbeat.zoo.data.formats import Part, read_cifar, read_folder, read_idx, unpack
 from offbeat.zoo.data.images import Augmentation, Images, Scale, scale_of
 from offbeat.zoo.data.loader import Loader, Source
 from offbeat.zoo.data.text import Tokens, Unit, encoding, token_loss
@@ -169,7 +169,7 @@ def text(
             f"data 'text': file={str(path)!r} is not a file. Give the path of a text file."
         )
     require_part("data 'text': test_share", test_share)
-    whole = unpacked(path)
+    whole = unpack(path)
     places = [int(len(whole) * (1 - test_share))]
     merges = None if folder is None or Path(folder).is_file() else folder
     return _text(path.stem, _cut(whole, places, unit), unit, context, merges, download)
@@ -180,7 +180,7 @@ def tinyshakespeare(
 ) -> Data:
     """1,115,394 characters of Shakespeare's plays; the last tenth is held out."""
     path = find("tinyshakespeare", resources.TINY_SHAKESPEARE, folder, download=download)
-    whole = unpacked(path)
+    whole = unpack(path)
     parts = _cut(whole, [int(len(whole) * 0.9)], unit)
     return _text("tinyshakespeare", parts, unit, context, folder, download)
 
@@ -190,7 +190,7 @@ def enwik8(
 ) -> Data:
     """The first 10^8 bytes of a Wikipedia: 90 million to train, 5 to validate, 5 to test."""
     path = find("enwik8", resources.ENWIK8, folder, download=download)
-    whole = unpacked(path)
+    whole = unpack(path)
     size, wanted = resources.ENWIK8_UNPACKED
     if len(whole) != size:
         raise damaged(path, f"{len(whole):,} bytes unpacked instead of {size:,}")
@@ -208,7 +208,7 @@ def wikitext2(
     path = find("wikitext-2", resources.WIKITEXT_2, folder, download=download)
     names = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
     if path.suffix == ".zip":
-        parts = [unpacked(path, member=f"wikitext-2/{name}") for name in names]
+        parts = [unpack(path, member=f"wikitext-2/{name}") for name in names]
     else:
         parts = [_bytes_of(path.parent / name) for name in names]
     return _text("wikitext-2", parts, unit, context, folder, download)

@@ -49,15 +49,9 @@ class Tokens:
         return len(self) // size if drop_last else -(-len(self) // size)
 
     def batch(
-        self,
-        size: int,
-        number: int,
-        *,
-        train: bool,
-        augment: bool,  # noqa: ARG002
-        seed: int,
-        epoch: int,
+        self, size: int, number: int, *, train: bool, augment: bool, seed: int, epoch: int
     ) -> Batch:
+        del augment  # nothing to crop or flip
         if train:
             step = epoch * self.count(size, train=True, drop_last=False) + number
             last = len(self.numbers) - self.context
@@ -95,7 +89,7 @@ def encoding(unit: Unit, whole: bytes, gpt2: Callable[[], BytePairs]) -> Encodin
         pairs = gpt2()
         return Encoding(
             size=pairs.size,
-            encode=lambda raw: np.array(pairs.encode(_decoded(raw)), np.int32),
+            encode=lambda raw: np.array(pairs.encode(_decode(raw)), np.int32),
             decode=pairs.decode,
         )
     raise unknown("unit", unit, get_args(Unit))
@@ -125,15 +119,15 @@ def _words(whole: bytes) -> Encoding:
 
 def _split_words(raw: bytes) -> list[str]:
     """Words between spaces, and ``<eos>`` at the end of every line."""
-    lines = _decoded(raw).removesuffix("\n").split("\n")
+    lines = _decode(raw).removesuffix("\n").split("\n")
     return [word for line in lines for word in (*line.split(), "<eos>")]
 
 
 def _code_points(raw: bytes) -> NDArray[np.uint32]:
-    return np.frombuffer(_decoded(raw).encode("utf-32-le"), np.uint32)
+    return np.frombuffer(_decode(raw).encode("utf-32-le"), np.uint32)
 
 
-def _decoded(raw: bytes) -> str:
+def _decode(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

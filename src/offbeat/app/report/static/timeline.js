@@ -6,6 +6,9 @@ const NAMES = {
 };
 const AXIS = 22;
 const NARROW_UPDATE = 3;
+const NARROW_BOX = 0.7;
+/* Of the typical box, so that what is drawn too wide never covers the others. */
+const NARROW_SHARE = 0.2;
 /* Pixels of a typical box in the first view, and how many batches it should show. */
 const FIRST_BOX = 26;
 const NARROWEST_BOX = 6;
@@ -33,6 +36,7 @@ class Timeline {
     this.byLine = data.lines.map(() => []);
     data.line.forEach((line, k) => this.byLine[line].push(k));
     for (const line of this.byLine) line.sort((a, b) => data.start[a] - data.start[b]);
+    this.typical = this.byLine.map((line) => this.median(line));
     this.lineHeight = data.lines.length <= 12 ? 26 : data.lines.length <= 32 ? 18 : 12;
     this.canvas.style.height = `${AXIS + data.lines.length * this.lineHeight + 4}px`;
     this.listen(figure);
@@ -77,12 +81,16 @@ class Timeline {
     this.draw();
   }
 
+  /* How long a forward or backward among these actions takes. */
+  median(actions) {
+    const boxes = actions.filter((k) => this.data.length[k] > 0 && "FB".includes(this.data.kind[k]));
+    const lengths = boxes.map((k) => this.data.length[k]).sort((a, b) => a - b);
+    return lengths[Math.floor(lengths.length / 2)] || this.end;
+  }
+
   /* At first boxes are wide enough for their numbers, unless that would show too few batches. */
   first() {
-    const { kind, length } = this.data;
-    const lengths = length.filter((size, k) => size > 0 && "FB".includes(kind[k]));
-    lengths.sort((a, b) => a - b);
-    const typical = lengths[Math.floor(lengths.length / 2)] || this.end;
+    const typical = this.median(this.data.start.map((_, k) => k));
     const forwards = (this.byLine[0] || []).filter((k) => this.data.kind[k] === "F");
     const some = forwards[Math.min(FIRST_BATCHES, forwards.length) - 1];
     const enough = some === undefined ? 0 : this.data.start[some] + this.data.length[some];
@@ -200,7 +208,9 @@ class Timeline {
   edges(k) {
     const left = this.x(this.data.start[k]);
     const right = this.x(this.data.start[k] + this.data.length[k]);
-    const least = this.data.kind[k] === "U" ? NARROW_UPDATE : 0.7;
+    const narrow = this.data.kind[k] === "U" ? NARROW_UPDATE : NARROW_BOX;
+    const typical = (this.typical[this.data.line[k]] / this.span) * this.plot;
+    const least = Math.min(narrow, NARROW_SHARE * typical);
     if (right - left >= least) return [left, right];
     return this.data.kind[k] === "U"
       ? [(left + right - least) / 2, (left + right + least) / 2] : [left, left + least];
