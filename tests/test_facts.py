@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from benchmarks import facts, pages, stored
+from benchmarks import facts, intervals, pages, stored
+from benchmarks.accuracy import summary
 from benchmarks.intervals import Interval, mean, ratio, unpaired_ratio, verdict
 from benchmarks.pages import Unknown, unmarked, with_facts
 
@@ -125,6 +128,12 @@ def test_an_interval_is_student_s() -> None:
     assert found.values == pytest.approx([2, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)])
     assert mean([5.0]).low == -math.inf
     assert f"{Interval(1, 0.5, 2):.1f}" == "1.0 (0.5 to 2.0)"
+
+
+@pytest.mark.parametrize("module", [intervals, pages, summary], ids=lambda module: module.__name__)
+def test_examples_hold(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0 == result.failed
 
 
 # ------------------------------------------------------------------ rows
