@@ -30,6 +30,7 @@ FOLDERS = (
     "networks",
     "one_gpu",
     "progress",
+    "shared_gpu",
     "simulator",
     "slow_link",
     "stability",

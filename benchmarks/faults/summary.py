@@ -30,6 +30,12 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
         )
         for what in ("moments", "differing", "hung", "left_behind", "lost"):
             yield f"drill.{seed}.{what}", summary[what]
+    returns = read_rows(FOLDER / "joining.jsonl")
+    yield "returns.runs", len(returns)
+    yield "returns.kills", sum(len(row["plan"]["kills"]) for row in returns)
+    yield "returns.joined", sum(row["back"] for row in returns)
+    for what in ("differing", "hung"):
+        yield f"returns.{what}", sum(row[what] for row in returns)
     for name, file in COSTS.items():
         result = read_result(FOLDER / file)
         for rule, found in result["summary"].items():

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from benchmarks.intervals import Interval, ratio
 from benchmarks.pages import slug
-from benchmarks.stored import Row, read_rows
+from benchmarks.stored import Row, read_result, read_rows
 
 FOLDER = Path(__file__).parent
 BASES = {"eager": "eager", "graph": "graph", "compiled, graph": "compiled graph"}
@@ -57,6 +57,9 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
                 shares.append(100 * able[short]["memory_mib"] / able[long]["memory_mib"])
     yield from _ends("compiled", compiled)
     yield from _ends("share-of-memory", shares)
+    cases = read_result(FOLDER / "bits.json")["cases"]
+    yield "bits.cases", len(cases)
+    yield "bits.differing", sum(case["differing elements"] > 0 for case in cases)
     yield from _facts_of_training(read_rows(FOLDER / "training.jsonl"))
 
 
