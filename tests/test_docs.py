@@ -42,7 +42,7 @@ QUICK = ROOT / "docs" / "quick-start.md"
 COMMANDS = ROOT / "docs" / "command-line.md"
 DESIGN = ROOT / "DESIGN.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*PAGES, DESIGN, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
+LINKED = [*PAGES, DESIGN, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
 
 
 @dataclass(frozen=True)
