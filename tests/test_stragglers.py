@@ -1,6 +1,5 @@
-"""benchmarks/stragglers: its picture and its page say what the stored rows say."""
+"""benchmarks/stragglers: its picture says what the stored rows say."""
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -10,14 +9,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.stragglers.figure import draw, increases_of, times_of
+from benchmarks.stored import read_result
+from benchmarks.stragglers.figure import draw
+from benchmarks.stragglers.summary import increases_of, times_of
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "stragglers"
 
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
+    found: dict[str, Any] = read_result(FOLDER / "results.jsonl")
     return found
 
 
@@ -37,12 +38,3 @@ def test_adl_is_faster_than_dsp_with_slack_in_milliseconds_and_rises_more(
         dsp = min(fmean(times[f"DSP hop {hop}"][by]) for hop in (1, 2, 3))
         assert fmean(times["ADL M=1"][by]) < dsp
     assert fmean(increases["ADL M=1"][1.5]) > fmean(increases["DSP hop 3"][1.5])
-
-
-@pytest.mark.parametrize("file", ["results.json", "results-real.json"])
-def test_the_page_s_milliseconds_are_those_of_the_rows(file: str) -> None:
-    result = json.loads((FOLDER / file).read_text())
-    page = (FOLDER / "README.md").read_text()
-    for name, line in times_of(result).items():
-        cells = " | ".join(f"{fmean(values):.1f}" for _, values in sorted(line.items()))
-        assert f"| {name} | {cells} |" in page

@@ -11,6 +11,7 @@ from copy import deepcopy
 import torch
 from benchmarks.accuracy.convolutions import conv3x3
 from benchmarks.accuracy.norms import EPSILON, norm
+from benchmarks.jobs import layers_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,11 +22,7 @@ NORM_STATE = ("weight", "bias", "running_mean", "running_var")
 
 def ensemble(make: Callable[[], nn.Sequential], seeds: Sequence[int]) -> nn.Sequential:
     """The networks that ``make`` returns under each seed, as groups of channels of one network."""
-    members = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        members.append(make())
-    return nn.Sequential(*(_together(list(layers)) for layers in zip(*members, strict=True)))
+    return nn.Sequential(*(_together(list(layers)) for layers in layers_of(make, seeds)))
 
 
 def summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.configurations import BASELINE, SETS
 from benchmarks.accuracy.summary import Found, of_set, rows_in
+from benchmarks.pictures import INK
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter
@@ -23,7 +24,6 @@ LOOKS = {
     "ends synchronously": "#E69F00",
     "micro-batches without staleness": "#999999",
 }
-INK = "#444444"
 LINEAR = 0.5
 """Points around zero that are drawn in proportion where larger gaps are drawn as logarithms."""
 TICKS = (-5, -2, -1, -0.5, -0.2, 0, 0.2, 0.5, 1, 2, 5, 10, 20, 50)

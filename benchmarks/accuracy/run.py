@@ -31,10 +31,10 @@ from benchmarks.accuracy.configurations import (
 )
 from benchmarks.accuracy.kernels import MOST_ERROR
 from benchmarks.accuracy.mnist import Mnist
-from benchmarks.accuracy.training import Images, Job, gib_of, job_of, train
+from benchmarks.accuracy.training import Images, Job, gib_of, train
 from benchmarks.averaging.data import Cifar
-from benchmarks.averaging.summary import read
-from benchmarks.pool import Pool, Row, Run, Store, need
+from benchmarks.pool import Pool, Run, Store, need
+from benchmarks.stored import Row, read_rows
 
 
 def prepared(arguments: argparse.Namespace, until: float) -> Run:
@@ -58,7 +58,7 @@ def prepared(arguments: argparse.Namespace, until: float) -> Run:
 
 def line(row: Row) -> str:
     """A run in a few words."""
-    job = job_of(row)
+    job = Job.of(row)
     mean = 100 * sum(row.get("accuracies", [0])) / len(job.seeds)
     what = row.get("error") or f"{mean:.2f} %, {row['ms_per_update']} ms a step"
     where = Cut(stages=job.stages, cuts=job.cuts, ppv=job.ppv)
@@ -130,8 +130,8 @@ def _grouped(way: str, seeds: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 def new_ones(jobs: Iterable[Job], out: Path) -> list[Job]:
     """Each once, and none that is stored."""
-    stored = read(out) if out.exists() else []
-    known = {job_of(row).key for row in stored if "error" not in row}
+    stored = read_rows(out) if out.exists() else []
+    known = {Job.of(row).key for row in stored if "error" not in row}
     return [job for job in {job.key: job for job in jobs}.values() if job.key not in known]
 
 

@@ -1,20 +1,25 @@
 """The results as Markdown: per set, accuracy and its gap to BP, paired by seed.
 
-python -m benchmarks.accuracy.summary benchmarks/accuracy/*.jsonl --out table.md
+python -m benchmarks.accuracy.summary benchmarks/accuracy/*.jsonl
 """
 
-import argparse
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from benchmarks.accuracy.configurations import BASELINE, RECIPES, SETS, Cut, Recipe, Set
-from benchmarks.accuracy.training import Job, job_of
-from benchmarks.averaging.summary import half_width, read
+from benchmarks.accuracy.training import Job
+from benchmarks.intervals import Interval, half_width, mean
+from benchmarks.pages import slug
+from benchmarks.stored import Row, read_result, read_rows
 
-Row = dict[str, Any]
+FOLDER = Path(__file__).parent
+TABLES = ("eight", "four", "twenty", "twenty-briefly")
+"""Sets whose tables the page has as they are."""
+FIRST = 5
+"""So many seeds all ways have."""
 GUESSING = 11.0
 """Percent: of ten classes, what no network that learns anything stays below."""
 
@@ -55,20 +60,20 @@ class Found:
 
 def rows_in(paths: Iterable[Path]) -> list[Row]:
     """Runs that ended."""
-    return [row for path in paths for row in read(path) if "error" not in row]
+    return [row for path in paths for row in read_rows(path) if "error" not in row]
 
 
 def settings_in(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows that can be compared: same network, epochs, batch, rate."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(job_of(row).setting, []).append(row)
+        found.setdefault(Job.of(row).setting, []).append(row)
     return list(found.values())
 
 
 def found_in(rows: Sequence[Row], of: Set) -> list[Found]:
     """Of rows that can be compared: what a set asks for, in its order, BP first."""
-    jobs = [job_of(row) for row in rows]
+    jobs = [Job.of(row) for row in rows]
     base = dict(_by_seed(rows, jobs, BASELINE, Cut(stages=1)))
     made = []
     for cut in [Cut(stages=1), *of.cuts]:
@@ -123,6 +128,92 @@ def of_set(rows: Sequence[Row], name: str) -> list[list[Found]]:
     return sorted(known, key=len, reverse=True)
 
 
+# ------------------------------------------------------------------------- facts
+
+
+def stored_rows() -> list[Row]:
+    return rows_in(sorted(FOLDER.glob("*.jsonl")))
+
+
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    """Gaps in points below BP; "back" is what a correction takes off."""
+    rows = stored_rows()
+    for name, of in SETS.items():
+        known: set[str] = set()
+        for found in of_set(rows, name):
+            for summary in found:
+                key = f"{name}.{place_of(summary, of)}{slug(summary.way)}"
+                if key not in known:
+                    known.add(key)
+                    yield from _facts_of(key, summary, found)
+    briefly = [row for row in rows if (row["network"], row["epochs"]) == ("vgg16", 5)]
+    for comparable in settings_in(briefly):
+        for summary in found_in(comparable, SETS["vgg-16"]):
+            yield from _facts_of(f"vgg-16-briefly.{slug(summary.way)}", summary, ())
+    for way in ("BP, M=8", "BP, M=4", "1F1B, M=4 + spike"):
+        yield f"statistics.{slug(way)}", gained(rows, way)
+    speeds = read_result(FOLDER / "table-speed.json")["rows"]
+    for name, row in speeds.items():
+        yield f"speed.{slug(name)}", speeds[BASELINE]["ms"] / row["ms"]
+
+
+def _facts_of(
+    key: str, summary: Found, found: Sequence[Found]
+) -> Iterator[tuple[str, float | Interval]]:
+    yield f"{key}.accuracy", fmean(summary.accuracies)
+    if summary.way == BASELINE:
+        return
+    yield key, mean(summary.gaps)
+    yield f"{key}.stale", 100 * summary.stale_share
+    if len(summary.gaps) > FIRST:
+        yield f"{key}.first-seeds", fmean(summary.gaps[:FIRST])
+    for other in found:
+        if (other.way, other.cut) == (plain_of(summary.way), summary.cut):
+            shared = list(zip(other.gaps, summary.gaps, strict=False))
+            yield f"{key}.back", mean([before - after for before, after in shared])
+            yield f"{key}.share-back", 100 * (1 - fmean(a for _, a in shared) / other.gap)
+
+
+def plain_of(way: str) -> str | None:
+    """The same without a correction or a synchronous end.
+
+    >>> plain_of("1F1B + spike"), plain_of("1F1B, M=2 + spike"), plain_of("stale, half")
+    ('1F1B, stash', '1F1B, M=2', 'stale, current')
+    """
+    plain = way.partition(" + ")[0].removesuffix(", tail").removesuffix(", half")
+    if plain == way:
+        return None
+    return {"1F1B": "1F1B, stash", "stale": "stale, current"}.get(plain, plain)
+
+
+def place_of(summary: Found, of: Set) -> str:
+    """What tells the ways of a set apart where it has several cuts or rates."""
+    if len(of.rates) > 1:
+        return f"{summary.lr:g}."
+    if len(of.cuts) == 1 or summary.way == BASELINE:
+        return ""
+    cut = summary.cut
+    return f"{cut.ppv[0]}." if cut.ppv else f"{len(cut.cuts or ()) + 1}."
+
+
+def gained(rows: Sequence[Row], way: str) -> Interval:
+    """Points that slower running statistics are worth, by seed."""
+    cut = Cut(stages=8)
+    for comparable in settings_in(rows):
+        jobs = [Job.of(row) for row in comparable]
+        usual, slow = (
+            dict(_by_seed(comparable, jobs, name, cut)) for name in (way, f"{way}, slow statistics")
+        )
+        if slow:
+            return mean([slow[seed] - usual[seed] for seed in sorted(slow) if seed in usual])
+    raise ValueError(f"no run has {way} with slow statistics")
+
+
+def tables() -> dict[str, str]:
+    rows = stored_rows()
+    return {name: table(of_set(rows, name)[0]) for name in TABLES}
+
+
 # ------------------------------------------------------------------------- Markdown
 
 
@@ -163,17 +254,5 @@ def table(found: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The accuracies as Markdown.")
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, help="by default printed")
-    arguments = parser.parse_args()
-    text = text_of(rows_in(arguments.results))
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    print(text_of(rows_in(map(Path, sys.argv[1:]))), end="")

@@ -1,10 +1,8 @@
 """One run: networks of one kind, a seed each, trained one way as one ensemble."""
 
-import json
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import fmean
 from typing import Any, Protocol
@@ -12,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from benchmarks.accuracy.configurations import BASELINE, WAYS
 from benchmarks.accuracy.ensemble import GroupedNorm, ensemble, side_by_side, summed_loss
+from benchmarks.jobs import Asked, share_of_rate
 from benchmarks.pool import cleared_up, memory_gib
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,7 +39,9 @@ class Images(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Asked):
+    own = ("stages", "cuts", "ppv", "way", "seeds")
+
     network: str
     stages: int | None
     cuts: tuple[int, ...] | None
@@ -59,25 +60,6 @@ class Job:
     """"separate": an operation at a time, gradients rounded to bfloat16, as PyTorch does under
     autocast and ensembles did at first; "fused": what ensembles do on a GPU now. BP of the one is
     not compared with ways of the other."""
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def setting(self) -> str:
-        """What runs must share to be compared at all."""
-        own = ("stages", "cuts", "ppv", "way", "seeds")
-        return json.dumps({k: v for k, v in asdict(self).items() if k not in own}, sort_keys=True)
-
-
-def job_of(row: dict[str, Any]) -> Job:
-    """The job of a stored row."""
-    values = {field.name: row[field.name] for field in fields(Job) if field.name in row}
-    in_tuples: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-    }
-    return Job(**in_tuples)
 
 
 def train(job: Job, data: Images, device: torch.device, until: float) -> dict[str, Any] | None:
@@ -158,7 +140,7 @@ def trainer_of(job: Job, device: torch.device, updates: int) -> offbeat.Trainer:
         model,
         loss=summed_loss if together else F.cross_entropy,
         optimizer=optimizer,
-        scheduler=lambda made: LambdaLR(made, partial(share_of_rate, updates)),
+        scheduler=lambda made: LambdaLR(made, lambda update: share_of_rate(update, updates)),
         method=way.method(updates),
         corrections=list(way.corrections),
         **_cut_of(job),
@@ -200,14 +182,6 @@ def places(name: str, stages: int | None, ppv: tuple[int, ...] | None) -> tuple[
     trainer.step(torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))
     assert trainer.cuts is not None
     return tuple(int(place) for place in trainer.cuts)
-
-
-def share_of_rate(updates: int, update: int) -> float:
-    """Up in a line over the first tenth, then down to nothing in half a cosine."""
-    warm_up = max(1, updates // 10)
-    if update < warm_up:
-        return (update + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (update - warm_up) / max(1, updates - warm_up)))
 
 
 def _fed(job: Job, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

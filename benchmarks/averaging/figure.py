@@ -16,7 +16,9 @@ from benchmarks.averaging.configurations import (
     dasgd_name,
     kept_by,
 )
-from benchmarks.averaging.summary import Row, Summary, groups, read, summaries, table
+from benchmarks.averaging.summary import Summary, groups, summaries, table
+from benchmarks.pictures import INK, plain
+from benchmarks.stored import Row, read_rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -26,7 +28,6 @@ MERGES: dict[Merge, tuple[str, str, str]] = {
     "mean-preserving": ("#0072B2", "D", "mean-preserving merge (progress=1)"),
 }
 OTHERS = "#009E73"
-INK = "#444444"
 FLOOR = -25.0
 """Points; of the other methods, what lies lower is drawn at the edge."""
 
@@ -85,8 +86,7 @@ def draw_dasgd(axes: Axes, every: int, found: dict[str, Summary]) -> None:
             color=INK,
         )
     axes.set_xlim(0.15, 1.0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
 
 
 def draw_others(axes: Axes, found: dict[str, Summary]) -> None:
@@ -113,8 +113,7 @@ def draw_others(axes: Axes, found: dict[str, Summary]) -> None:
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.set_title("Other methods, with their default settings", loc="left", fontsize=11)
     axes.set_xlabel("accuracy minus AllReduce's, points (small dots: one seed each; right: mean)")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
 
 
 def chosen(rows: list[Row], lr: float | None) -> list[Row]:
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=None, help="by default AllReduce's best")
     parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
     arguments = parser.parse_args()
-    rows = read(arguments.results)
+    rows = read_rows(arguments.results)
     if arguments.table:
         print(table(rows))
         return

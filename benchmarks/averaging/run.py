@@ -18,9 +18,10 @@ import torch
 from benchmarks import mps
 from benchmarks.averaging.configurations import CONFIGURATIONS
 from benchmarks.averaging.data import PARTS, Cifar, parts_in, rows_in
-from benchmarks.averaging.summary import key_of, read, table
+from benchmarks.averaging.summary import key_of, table
 from benchmarks.averaging.training import Job, Setting, train
-from benchmarks.pool import Pool, Row, Run, Store, need
+from benchmarks.pool import Pool, Run, Store, need
+from benchmarks.stored import Row, read_rows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,7 +104,7 @@ def new_ones(jobs: Iterable[Job], out: Path) -> list[Job]:
 
 def ended(out: Path) -> list[Row]:
     """Runs with a result; those with an error are to be run again."""
-    return [row for row in read(out) if "error" not in row] if out.exists() else []
+    return [row for row in read_rows(out) if "error" not in row] if out.exists() else []
 
 
 def main() -> None:

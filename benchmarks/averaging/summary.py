@@ -1,19 +1,17 @@
 """The results in numbers: per configuration, over seeds, and seed by seed against AllReduce."""
 
 import json
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from benchmarks.averaging.configurations import BASELINE, CONFIGURATIONS
+from benchmarks.intervals import Interval, half_width, mean
+from benchmarks.pages import slug
+from benchmarks.stored import Row, read_rows
 
-Row = dict[str, Any]
-
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Of 1, 2, ... degrees of freedom: 95 % lie within so many standard errors."""
-NORMAL = 1.959964
+RESULTS = Path(__file__).with_name("results.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +24,6 @@ class Summary:
     replica: list[float]
     gaps: list[float]
     """To AllReduce, in points, one per seed that both have."""
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def setting_words(row: Row) -> str:
@@ -72,25 +66,28 @@ def summaries(rows: list[Row]) -> list[Summary]:
     return found
 
 
-def half_width(values: list[float]) -> float | None:
-    """Of the 95 % interval of the mean, by Student's t; None for a single value."""
-    if len(values) < 2:
-        return None
-    freedom = len(values) - 1
-    return student(freedom) * stdev(values) / math.sqrt(len(values))
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    """Gaps to AllReduce, and what a merge that keeps all progress brings, in points."""
+    (comparable,) = groups(read_rows(RESULTS))
+    found = {summary.name: summary for summary in summaries(comparable)}
+    for name, summary in found.items():
+        yield f"{slug(name)}.accuracy", fmean(summary.accuracies)
+        if name == BASELINE:
+            continue
+        yield slug(name), mean(summary.gaps)
+        yield f"{slug(name)}.over-localsgd", _more(summary, found["LocalSGD(4)"])
+        dropping = name.replace(", progress=1)", ")")
+        if dropping != name:
+            yield f"{slug(name)}.over-authors", _more(summary, found[dropping])
 
 
-def student(freedom: int) -> float:
-    """Student's t; beyond the table by its series, which has three digits right from there on.
+def _more(ours: Summary, theirs: Summary) -> Interval:
+    return mean([own - other for own, other in zip(ours.gaps, theirs.gaps, strict=True)])
 
-    >>> round(student(20), 3), round(student(60), 3)
-    (2.086, 2.0)
-    """
-    if freedom <= len(STUDENT):
-        return STUDENT[freedom - 1]
-    z = NORMAL
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / freedom + second / freedom**2
+
+def tables() -> dict[str, str]:
+    (comparable,) = groups(read_rows(RESULTS))
+    return {"gaps": _rows_of(comparable)}
 
 
 def table(rows: list[Row]) -> str:
@@ -100,11 +97,15 @@ def table(rows: list[Row]) -> str:
 def _table(rows: list[Row]) -> str:
     first = rows[0]
     setting = first["setting"]
-    lines = [
+    return (
         f"{_model(setting['model'])}, {setting['rows']} training images, {setting['epochs']}"
         f" epochs, {setting['replicas']} replicas of {setting['rows_per_replica']} rows,"
-        f" learning rate {first['lr']}; {first['test_rows']} test images.",
-        "",
+        f" learning rate {first['lr']}; {first['test_rows']} test images.\n\n{_rows_of(rows)}"
+    )
+
+
+def _rows_of(rows: list[Row]) -> str:
+    lines = [
         "| configuration | progress kept | average, % | replica 0, % | gap to AllReduce, points |"
         " seeds |",
         "|---|---|---|---|---|---|",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from benchmarks.averaging.configurations import CONFIGURATIONS
 from benchmarks.averaging.data import Cifar
-from benchmarks.pool import Row, cleared_up
+from benchmarks.pool import cleared_up
+from benchmarks.stored import Row
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR

@@ -3,10 +3,11 @@
 PYTHONPATH=src python -m benchmarks.claims.figure benchmarks/claims/convergence.jsonl
 """
 
-import argparse
-from pathlib import Path
+from statistics import fmean
 
-from benchmarks.claims.summary import Runs, interval, ratio, read, slope
+from benchmarks import pictures
+from benchmarks.claims.summary import Runs, over_bp, read, slope
+from benchmarks.intervals import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -38,12 +39,12 @@ def draw(runs: Runs) -> Figure:
 def _draw_gradients(axes: Axes, runs: Runs) -> None:
     for method, by_steps in runs.items():
         colour, marker = STYLES[method]
-        points = [interval(list(seeds.values())) for seeds in by_steps.values()]
-        fitted, _ = slope(by_steps, list(by_steps))
+        points = [mean(list(seeds.values())) for seeds in by_steps.values()]
+        fitted = slope(by_steps, list(by_steps)).centre
         axes.errorbar(
             list(by_steps),
-            [centre for centre, _ in points],
-            yerr=[half for _, half in points],
+            [point.centre for point in points],
+            yerr=[point.high - point.centre for point in points],
             color=colour,
             marker=marker,
             markersize=5,
@@ -52,7 +53,7 @@ def _draw_gradients(axes: Axes, runs: Runs) -> None:
             label=f"{method}: slope {fitted:.2f}",
         )
     horizons = list(runs["BP"])
-    lowest = 0.5 * min(interval(list(runs[m][horizons[0]].values()))[0] for m in runs)
+    lowest = 0.5 * min(fmean(runs[m][horizons[0]].values()) for m in runs)
     guide = [lowest * (steps / horizons[0]) ** -0.5 for steps in horizons]
     axes.plot(horizons, guide, "--", color="#777777", label="the theorems' slope: -0.50")
     axes.set_yscale("log")
@@ -66,14 +67,13 @@ def _draw_ratios(axes: Axes, runs: Runs) -> None:
         if method == "BP":
             continue
         colour, marker = STYLES[method]
-        points = [ratio(runs, method, steps) for steps in by_steps]
-        centres = [centre for centre, _, _ in points]
+        points = [over_bp(runs, method, steps) for steps in by_steps]
         axes.errorbar(
             list(by_steps),
-            centres,
+            [point.centre for point in points],
             yerr=[
-                [centre - low for centre, low, _ in points],
-                [high - centre for centre, _, high in points],
+                [point.centre - point.low for point in points],
+                [point.high - point.centre for point in points],
             ],
             color=colour,
             marker=marker,
@@ -88,15 +88,5 @@ def _draw_ratios(axes: Axes, runs: Runs) -> None:
     axes.legend(frameon=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
-    asked = parser.parse_args()
-    out = asked.out or asked.results.with_suffix(".png")
-    draw(read(asked.results)).savefig(out, dpi=120)
-    print(out)
-
-
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read(path)), __doc__, dpi=120)

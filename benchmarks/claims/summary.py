@@ -1,16 +1,21 @@
-"""Slopes of the mean squared gradient against the steps, and its ratio to BP's, as tables.
+"""Slopes of the mean squared gradient against the steps, and its ratio to BP's; memory.
 
 PYTHONPATH=src python -m benchmarks.claims.summary benchmarks/claims/convergence.jsonl
 """
 
 import argparse
-import json
-from math import exp, log, sqrt
+from collections.abc import Iterator
+from math import log
 from pathlib import Path
-from statistics import linear_regression, mean, stdev
+from statistics import fmean, linear_regression
 
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""97.5 % quantiles of Student's distribution by the number of values."""
+from benchmarks.intervals import Interval, mean, ratio
+from benchmarks.pages import slug
+from benchmarks.stored import read_result, read_rows
+
+FOLDER = Path(__file__).parent
+EXCESS = ("DSP-SGD", "DSP-Momentum", "ADL M=4")
+"""Methods that stay above BP."""
 
 Runs = dict[str, dict[int, dict[int, float]]]
 """Mean squared gradient by method, steps and seed."""
@@ -18,7 +23,7 @@ Runs = dict[str, dict[int, dict[int, float]]]
 
 def read(path: Path) -> Runs:
     """The runs of seeds that are complete."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     methods = list(dict.fromkeys(row["method"] for row in rows))
     horizons = sorted({row["steps"] for row in rows})
     found = {(r["method"], r["steps"], r["seed"]): r["mean_squared_gradient"] for r in rows}
@@ -33,55 +38,82 @@ def read(path: Path) -> Runs:
     }
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval."""
-    return mean(values), STUDENT[len(values)] * stdev(values) / sqrt(len(values))
-
-
-def slope(by_steps: dict[int, dict[int, float]], horizons: list[int]) -> tuple[float, float]:
+def slope(by_steps: dict[int, dict[int, float]], horizons: list[int]) -> Interval:
     """Of log squared gradient against log steps, fitted seed by seed."""
     seeds = by_steps[horizons[0]]
     steps = [log(horizon) for horizon in horizons]
-    return interval(
+    return mean(
         [linear_regression(steps, [log(by_steps[h][s]) for h in horizons]).slope for s in seeds]
     )
 
 
-def ratio(runs: Runs, method: str, steps: int) -> tuple[float, float, float]:
-    """To BP with the same start and batches: geometric mean over seeds, and its 95 % interval."""
+def over_bp(runs: Runs, method: str, steps: int) -> Interval:
+    """The ratio to BP with the same start and batches."""
     own, reference = runs[method][steps], runs["BP"][steps]
-    centre, half = interval([log(own[seed] / reference[seed]) for seed in own])
-    return exp(centre), exp(centre - half), exp(centre + half)
+    return ratio([own[seed] for seed in own], [reference[seed] for seed in own])
 
 
 def slope_of_excess(runs: Runs, method: str) -> float:
     """Of log (mean over seeds of what a method has more than BP) against log steps."""
     horizons = list(runs[method])
-    more = [mean(runs[method][h].values()) - mean(runs["BP"][h].values()) for h in horizons]
+    more = [fmean(runs[method][h].values()) - fmean(runs["BP"][h].values()) for h in horizons]
     return linear_regression([log(h) for h in horizons], [log(value) for value in more]).slope
+
+
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    runs = read(FOLDER / "convergence.jsonl")
+    for method, by_steps in runs.items():
+        name, horizons = slug(method), list(by_steps)
+        yield f"{name}.slope", slope(by_steps, horizons)
+        if method in EXCESS:
+            yield f"{name}.slope-of-excess", slope_of_excess(runs, method)
+        for steps in horizons if method != "BP" else ():
+            yield f"{name}.{steps}", over_bp(runs, method, steps)
+    for network, found in read_result(FOLDER / "memory.json")["networks"].items():
+        for method in ("PipeDream", "StaleWeights", "StaleWeights, stashed"):
+            yield f"memory.{slug(network)}.{slug(method)}", found["measured"][method]["percent"]
+
+
+def tables() -> dict[str, str]:
+    runs = read(FOLDER / "convergence.jsonl")
+    return {"gradients": gradients(runs), "ratios": ratios(runs)}
+
+
+def gradients(runs: Runs) -> str:
+    horizons = list(runs["BP"])
+    heads = " | ".join([f"T = {horizons[0]}", *map(str, horizons[1:])])
+    lines = [
+        f"| method | {heads} | slope | slope from {horizons[-3]} on |",
+        "|---" * (len(horizons) + 3) + "|",
+    ]
+    for method, by_steps in runs.items():
+        cells = [_spread(mean(list(by_steps[h].values())), 3) for h in horizons]
+        cells += [_spread(slope(by_steps, some), 2) for some in (horizons, horizons[-3:])]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ratios(runs: Runs) -> str:
+    horizons = list(runs["BP"])
+    heads = " | ".join([f"T = {horizons[0]}", *map(str, horizons[1:])])
+    lines = [f"| method | {heads} |", "|---" * (len(horizons) + 1) + "|"]
+    for method in runs:
+        if method != "BP":
+            cells = [f"{over_bp(runs, method, h):.2f}" for h in horizons]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(of: Interval, digits: int) -> str:
+    return f"{of.centre:.{digits}f} ± {of.high - of.centre:.{digits}f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("results", type=Path)
     runs = read(parser.parse_args().results)
-    horizons = list(runs["BP"])
-    columns = " | ".join(map(str, horizons))
-    print(f"{len(runs['BP'][horizons[0]])} seeds\n")
-    print(f"| method | {columns} | slope, all | slope, last three |")
-    print("|---" * (len(horizons) + 3) + "|")
-    for method, by_steps in runs.items():
-        cells = ["{:.4f} ± {:.4f}".format(*interval(list(by_steps[h].values()))) for h in horizons]
-        fits = ["{:.2f} ± {:.2f}".format(*slope(by_steps, h)) for h in (horizons, horizons[-3:])]
-        print(f"| {method} | {' | '.join(cells + fits)} |")
-    print(f"\n| ratio to BP | {columns} |")
-    print("|---" * (len(horizons) + 1) + "|")
-    for method in runs:
-        if method != "BP":
-            cells = ["{:.2f} ({:.2f} to {:.2f})".format(*ratio(runs, method, h)) for h in horizons]
-            print(f"| {method} | {' | '.join(cells)} |")
-    print()
-    for method in ("DSP-SGD", "DSP-Momentum", "ADL M=4"):
+    print(f"{gradients(runs)}\n\n{ratios(runs)}\n")
+    for method in EXCESS:
         print(f"{method}: slope of the excess over BP {slope_of_excess(runs, method):.2f}")
 
 

@@ -11,7 +11,7 @@ that it is paired with; of these the median over all rounds, and of the fifty me
 stall falls on some steps of some rounds and moves no median; a checkpoint falls on the same steps
 of every round. The plain ratio of the blocks is stored beside it.
 
-    python benchmarks/faults/cost.py --out benchmarks/faults/cost.json
+    python -m benchmarks.faults.cost --out benchmarks/faults/cost.jsonl
 
 On a machine that others use, ``--processor`` compares processor time instead: of checkpoints, and
 of steps, counted up to 50.
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.stored import write_result
 from torch import nn
 
 import offbeat
@@ -190,7 +191,7 @@ def store(out: Path | None, results: dict[str, Any]) -> None:
         "machine": platform.machine(),
     }
     found = {"setting": setting, "environment": environment, **results}
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(out, found, "rounds.*")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from benchmarks.jobs import layers_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer, _muon
@@ -22,11 +23,7 @@ def ensemble(make: Callable[[], nn.Sequential], seeds: Sequence[int]) -> nn.Sequ
 
     Between the layers, networks come first: the layout of batched matrix products.
     """
-    members = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        members.append(make())
-    layers = [_together(list(same)) for same in zip(*members, strict=True)]
+    layers = [_together(list(same)) for same in layers_of(make, seeds)]
     return nn.Sequential(*layers[:-1], Head(layers[-1]))
 
 

@@ -5,11 +5,11 @@ Whatever was run at several learning rates is drawn at the one with which it end
 python -m benchmarks.language.figure benchmarks/language/results.jsonl
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import pictures
 from benchmarks.language.configurations import BASELINE, SETS, WAYS
 from benchmarks.language.run import rows_in
 from benchmarks.language.summary import (
@@ -20,7 +20,8 @@ from benchmarks.language.summary import (
     found_in,
     settings_of,
 )
-from benchmarks.pool import Row
+from benchmarks.pictures import INK, plain
+from benchmarks.stored import Row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -32,7 +33,6 @@ LOOKS = {
     "nadamw .99": ("#009E73", "^"),
     "muon": ("#0072B2", "D"),
 }
-INK = "#444444"
 LINEAR = 0.01
 """Nats around zero that are drawn in proportion where larger gaps are drawn as logarithms."""
 
@@ -84,7 +84,7 @@ def draw_curve(axes: Axes, found: Sequence[Found]) -> None:
     axes.set_ylabel("loss minus BP's, nats")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8)
-    _plain(axes)
+    plain(axes)
 
 
 def draw_ways(axes: Axes, found: Sequence[Found], title: str) -> None:
@@ -109,26 +109,15 @@ def draw_ways(axes: Axes, found: Sequence[Found], title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     if optimizers:
         axes.legend(frameon=False, fontsize=8)
-    _plain(axes)
+    plain(axes)
 
 
-def _plain(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws the gaps to BP.")
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, help="by default beside the results")
-    arguments = parser.parse_args()
-    rows = rows_in(arguments.results)
+def draw_stored(path: Path) -> Figure:
+    rows = rows_in(path)
     if not rows:
-        raise SystemExit(f"{arguments.results}: no runs.")
-    out = arguments.out or arguments.results.with_suffix(".png")
-    draw(settings_of(rows)[0]).savefig(out, dpi=110)
-    print(f"saved {out}")
+        raise SystemExit(f"{path}: no runs.")
+    return draw(settings_of(rows)[0])
 
 
 if __name__ == "__main__":
-    main()
+    pictures.command(draw_stored, __doc__, dpi=110)

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from benchmarks.language.configurations import BASELINE, OPTIMIZERS
 from benchmarks.language.data import VOCABULARY
-from benchmarks.pool import Row
+from benchmarks.stored import Row
 
 GUESSING = math.log(VOCABULARY)
 

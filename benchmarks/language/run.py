@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 from benchmarks import mps
-from benchmarks.averaging.summary import read
 from benchmarks.language.configurations import BASELINE, OPTIMIZERS, SETS, TUNE, WAYS
 from benchmarks.language.data import Text
 from benchmarks.language.rates import best_rates
-from benchmarks.language.training import Job, job_of, train
-from benchmarks.pool import Pool, Row, Run, Store, need
+from benchmarks.language.training import Job, train
+from benchmarks.pool import Pool, Run, Store, need
+from benchmarks.stored import Row, read_rows
 
 Rates = dict[str, float]
 
@@ -48,7 +48,7 @@ def line(row: Row) -> str:
 
 def rows_in(path: Path) -> list[Row]:
     """Runs that ended; those with an error are to be run again."""
-    return [row for row in read(path) if "error" not in row] if path.exists() else []
+    return [row for row in read_rows(path) if "error" not in row] if path.exists() else []
 
 
 def tuning_jobs(arguments: argparse.Namespace, optimizers: Iterable[str]) -> list[Job]:
@@ -61,7 +61,7 @@ def tuning_jobs(arguments: argparse.Namespace, optimizers: Iterable[str]) -> lis
 
 def rates_known(rows: Iterable[Row], tuning: Iterable[Job]) -> Rates:
     """The best rate of each optimizer of which all ``tuning`` runs are stored."""
-    stored = {job_of(row).key: row for row in rows}
+    stored = {Job.of(row).key: row for row in rows}
     missing = {job.optimizer for job in tuning if job.key not in stored}
     best = best_rates([stored[job.key] for job in tuning if job.key in stored])
     return {optimizer: rate for optimizer, rate in best.items() if optimizer not in missing}
@@ -104,7 +104,7 @@ def _job(
 
 def new_ones(jobs: Iterable[Job], rows: Iterable[Row]) -> list[Job]:
     """Each once, and none that is stored."""
-    known = {job_of(row).key for row in rows}
+    known = {Job.of(row).key for row in rows}
     return [job for job in {job.key: job for job in jobs}.values() if job.key not in known]
 
 

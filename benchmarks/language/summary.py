@@ -1,16 +1,16 @@
 """The results as Markdown: per set, validation loss and its gap to BP, paired by seed.
 
-python -m benchmarks.language.summary benchmarks/language/results.jsonl --out table.md
+python -m benchmarks.language.summary benchmarks/language/results.jsonl
 """
 
-import argparse
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks.averaging.summary import half_width
+from benchmarks.intervals import Interval, half_width, mean
 from benchmarks.language.configurations import (
     BASELINE,
     SETS,
@@ -20,12 +20,14 @@ from benchmarks.language.configurations import (
 )
 from benchmarks.language.rates import best_rates, losses_of, tuned
 from benchmarks.language.run import rows_in
-from benchmarks.language.training import job_of
-from benchmarks.pool import Row
+from benchmarks.language.training import Job
+from benchmarks.pages import slug
+from benchmarks.stored import Row
 
+RESULTS = Path(__file__).with_name("results.jsonl")
 TARGET = 0.005
 """Nats behind BP that count as nothing."""
-CURVE = "curve"
+CURVE, EXTRAPOLATED = "curve", "BP + extrapolate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ def settings_of(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows that can be compared, those with the most runs first."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(job_of(row).setting, []).append(row)
+        found.setdefault(Job.of(row).setting, []).append(row)
     return sorted(found.values(), key=len, reverse=True)
 
 
@@ -105,13 +107,57 @@ def _is(row: Row, way: str, optimizer: str, lr: float) -> bool:
     return (row["way"], row["optimizer"], row["lr"]) == (way, optimizer, lr)
 
 
+# ------------------------------------------------------------------------- facts
+
+
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    """Gaps in nats above BP, at BP's rate or a quarter of it; delay curves at the best rate."""
+    rows = settings_of(rows_in(RESULTS))[0]
+    for name in ("target", "lag", "between"):
+        found = found_in(rows, SETS[name])
+        for summary in found:
+            optimizer = slug(summary.optimizer)
+            key = f"{name}.{optimizer}.{slug(summary.way)}"
+            if summary.way == BASELINE:
+                bp = summary
+                yield f"{key}.loss", fmean(summary.losses)
+            elif summary.lr == bp.lr:
+                yield key, mean(summary.gaps)
+            else:
+                yield f"{key}.slower", mean(summary.gaps)
+            if summary.way == EXTRAPOLATED:
+                looking = summary
+            elif name == "target" and summary.way != BASELINE:
+                pairs = zip(summary.gaps, looking.gaps, strict=True)
+                yield f"{key}.of.extrapolated", mean([ours - bps for ours, bps in pairs])
+    yield "lag.adamw.most-back", most_back(found_in(rows, SETS["lag"]), "adamw")
+    curve = found_in(rows, SETS[CURVE])
+    for summary in best_of_rates(curve):
+        optimizer = slug(summary.optimizer)
+        if summary.way == BASELINE:
+            yield f"{CURVE}.{optimizer}.bp.loss", fmean(summary.losses)
+        elif math.isfinite(summary.gap):
+            yield f"{CURVE}.{optimizer}.{max(summary.lags)}", mean(summary.gaps)
+
+
+def most_back(found: Sequence[Found], optimizer: str) -> float:
+    """Nats that any correction takes off the gap of whole batches, by the mean and at BP's rate."""
+    best = max(summary.lr for summary in found if summary.optimizer == optimizer)
+    mine = {s.way: s.gap for s in found if (s.optimizer, s.lr) == (optimizer, best)}
+    return max(mine[f"{way.split(' + ')[0]}, stash"] - mine[way] for way in mine if " + " in way)
+
+
+def tables() -> dict[str, str]:
+    return {"all": text_of(rows_in(RESULTS)).strip()}
+
+
 # ------------------------------------------------------------------------- Markdown
 
 
 def text_of(rows: Sequence[Row]) -> str:
     parts = []
     for comparable in settings_of(rows):
-        job = job_of(comparable[0])
+        job = Job.of(comparable[0])
         parts.append(
             f"{job.text}: {job.updates} updates of {job.rows} rows of {job.context} bytes, width"
             f" {job.width}, dropout {job.dropout:g},"
@@ -208,17 +254,5 @@ def _gap(summary: Found) -> str:
     return f"{gap:+.4f} ({gap - half:+.4f} to {gap + half:+.4f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The language results as Markdown.")
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, help="by default printed")
-    arguments = parser.parse_args()
-    text = text_of(rows_in(arguments.results))
-    if arguments.out is None:
-        print(text, end="")
-    else:
-        arguments.out.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    print(text_of(rows_in(Path(sys.argv[1]))), end="")

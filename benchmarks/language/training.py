@@ -1,13 +1,13 @@
 """One run: small GPTs over bytes, a seed each, trained one way with one optimizer as one."""
 
-import json
 import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from benchmarks.jobs import Asked, share_of_rate
 from benchmarks.language.configurations import STAGES, WAYS, optimizer_factory
 from benchmarks.language.data import VOCABULARY, Batch, Text
 from benchmarks.language.ensemble import ensemble, losses_of, summed_loss
@@ -19,7 +19,6 @@ import offbeat
 from offbeat.zoo import gpt
 
 Precision = Literal["bf16", "tf32", "fp32"]
-WARM_UP = 0.1
 EVALUATIONS = 4
 VALIDATION = {"batches": 16, "rows": 64}
 LOOKS_EVERY = 25
@@ -27,7 +26,9 @@ LOOKS_EVERY = 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Asked):
+    own = ("way", "optimizer", "lr", "seeds")
+
     way: str
     optimizer: str
     lr: float
@@ -39,29 +40,6 @@ class Job:
     precision: Precision
     text: str = "enwik8"
     dropout: float = 0.0
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def setting(self) -> str:
-        """What runs must share to be compared at all."""
-        own = ("way", "optimizer", "lr", "seeds")
-        return json.dumps({k: v for k, v in asdict(self).items() if k not in own})
-
-
-def job_of(row: dict[str, Any]) -> Job:
-    values = {field.name: row[field.name] for field in fields(Job) if field.name in row}
-    return Job(**values | {"seeds": tuple(row["seeds"])})
-
-
-def share_of_rate(update: int, updates: int) -> float:
-    """Up in a line, then down to nothing in half a cosine."""
-    warm_up = max(1, int(WARM_UP * updates))
-    if update < warm_up:
-        return (update + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (update - warm_up) / max(1, updates - warm_up)))
 
 
 def trainer_of(job: Job, device: torch.device, engine: Any = None) -> offbeat.Trainer:

@@ -5,12 +5,13 @@ python -m benchmarks.one_gpu.figure benchmarks/one_gpu/training.jsonl --training
 """
 
 import argparse
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.one_gpu.summary import Row, complete, read
+from benchmarks.one_gpu.summary import complete, read
+from benchmarks.pictures import INK
+from benchmarks.stored import Row, read_rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -23,7 +24,6 @@ COLOURS = {
 }
 OURS, OURS_COMPILED = "#56B4E9", "#0072B2"
 LINES = ("#444444", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00")
-INK = "#444444"
 
 
 def draw_speeds(found: dict[str, dict[str, Row]]) -> Figure:
@@ -85,8 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("speeds.png"))
     arguments = parser.parse_args()
     if arguments.training:
-        lines = arguments.results.read_text().splitlines()
-        figure = draw_training([json.loads(line) for line in lines])
+        figure = draw_training(read_rows(arguments.results))
     else:
         figure = draw_speeds(read(arguments.results))
     figure.savefig(arguments.out, dpi=150)

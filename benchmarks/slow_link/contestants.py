@@ -1,12 +1,12 @@
 """The model that is trained, and every way to train it that takes part."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from benchmarks.sleeping import slept
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,19 +38,6 @@ class Work:
         return self.layers * self.width * (self.width + 1)
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
 class Sleeping(nn.Module):
     """A linear layer that takes as long as it is told; its weights are as many as ever."""
 
@@ -61,8 +48,7 @@ class Sleeping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The backward sleeps first: this layer's gradients exist when its time has passed.
-        slept: Tensor = _Sleep.apply(self.linear(x), self._seconds)  # type: ignore[no-untyped-call]
-        return slept
+        return slept(self.linear(x), self._seconds)
 
 
 def model_of(work: Work) -> nn.Sequential:

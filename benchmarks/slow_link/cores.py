@@ -32,6 +32,7 @@ from benchmarks.slow_link.contestants import (
     build,
     da_sgd,
 )
+from benchmarks.slow_link.summary import cores_table
 
 import offbeat
 
@@ -151,25 +152,6 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def table(result: dict[str, Any]) -> str:
-    """Markdown: throughput over one replica, in brackets the step over that of replicas alone."""
-    counts = list(dict.fromkeys(row["replicas"] for row in result["summary"]))
-    lines = [
-        "| contestant | " + " | ".join(f"{count} replicas" for count in counts) + " |",
-        "|---|" + "---|" * len(counts),
-    ]
-    for name in dict.fromkeys(row["name"] for row in result["summary"]):
-        rows = {row["replicas"]: row for row in result["summary"] if row["name"] == name}
-        cells = [
-            f"{rows[count]['throughput_over_one']:.2f} ({rows[count]['step_over_alone']:.3f})"
-            if count in rows
-            else "-"
-            for count in counts
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "cores.json")
@@ -193,7 +175,7 @@ def arguments_of() -> argparse.Namespace:
 def main() -> None:
     arguments = arguments_of()
     if arguments.table:
-        print(table(json.loads(arguments.out.read_text())))
+        print(cores_table(json.loads(arguments.out.read_text())))
         return
     work = Work(
         compute="real",
@@ -224,7 +206,7 @@ def main() -> None:
         "runs": rows,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    print(cores_table(result))
     print(f"raw results: {arguments.out}")
 
 

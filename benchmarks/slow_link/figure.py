@@ -1,10 +1,8 @@
 """Draws the time per step against the rate of the links, one line per contestant.
 
-python benchmarks/slow_link/figure.py benchmarks/slow_link/results.json
+python benchmarks/slow_link/figure.py benchmarks/slow_link/results.jsonl
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks import pictures
 from benchmarks.slow_link.summary import ALONE, LINK, Point, points
+from benchmarks.stored import read_result
 
 # Okabe and Ito's palette; the three DaSGDs are one hue, darker with more delay.
 STYLES: dict[str, tuple[str, str]] = {
@@ -47,7 +47,7 @@ def draw(results: dict[str, Any]) -> Figure:
     ticks = [tick for tick in TICKS if tick < top]
     panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     panels[0].yaxis.set_minor_locator(NullLocator())
-    panels[0].set_ylabel("mean time per step, times a replica alone")
+    panels[0].set_ylabel("time per step, times a replica alone\n(mean, lowest and highest round)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return figure
@@ -60,10 +60,10 @@ def draw_panel(axes: Axes, result: dict[str, Any]) -> None:
         mine = sorted((p for p in found if p.name == name), key=lambda p: p.mbit)
         axes.errorbar(
             [p.mbit for p in mine],
-            [p.ratio for p in mine],
+            [p.over.centre for p in mine],
             yerr=[
-                [max(0.0, p.ratio - p.low) for p in mine],
-                [max(0.0, p.high - p.ratio) for p in mine],
+                [max(0.0, p.over.centre - min(p.ratios)) for p in mine],
+                [max(0.0, max(p.ratios) - p.over.centre) for p in mine],
             ],
             color=colour,
             marker=marker,
@@ -82,8 +82,7 @@ def draw_panel(axes: Axes, result: dict[str, Any]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(rates, [_tick(found, mbit) for mbit in rates], fontsize=9)
     axes.set_xlabel("rate of each link, Mbit/s; below: a bare all-reduce, in steps")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.plain(axes)
 
 
 def formula(mine: list[Point]) -> tuple[np.ndarray, np.ndarray]:
@@ -99,19 +98,9 @@ def formula(mine: list[Point]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tick(found: list[Point], mbit: float) -> str:
-    (steps,) = (p.ratio for p in found if (p.name, p.mbit) == (LINK, mbit))
+    (steps,) = (p.over.centre for p in found if (p.name, p.mbit) == (LINK, mbit))
     return f"{mbit:g}\n({steps:.1f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
-    arguments = parser.parse_args()
-    out = arguments.out or arguments.results.with_suffix(".png")
-    draw(json.loads(arguments.results.read_text())).savefig(out, dpi=120)
-    print(out)
-
-
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read_result(path)), __doc__, dpi=120)

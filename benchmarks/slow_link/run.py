@@ -3,8 +3,8 @@
 Hosts are network namespaces, links are limited by tbf; needs Linux, root and iproute2. On an
 otherwise idle machine with a core per host:
 
-    python benchmarks/slow_link/run.py --out benchmarks/slow_link/results.json
-    python benchmarks/slow_link/run.py --table --out benchmarks/slow_link/results.json
+    python benchmarks/slow_link/run.py --out benchmarks/slow_link/results.jsonl
+    python benchmarks/slow_link/run.py --table --out benchmarks/slow_link/results.jsonl
 """
 
 import argparse
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.slow_link.contestants import EVERY, KEEP_MEMORY, SPECS, Compute, Work
 from benchmarks.slow_link.network import PORT, Host, Skipped, hosts
 from benchmarks.slow_link.summary import claims, details, quietness, table
+from benchmarks.stored import read_result, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,21 +147,7 @@ def environment() -> dict[str, Any]:
 
 
 def save(results: dict[str, Any], out: Path) -> None:
-    """JSON with a line per turn and per contestant's averages: short to read, kind to diffs."""
-    panels = []
-    for compute, result in results.items():
-        fields = []
-        for key, value in result.items():
-            if key == "turns":
-                text = "[\n" + ",\n".join(json.dumps(turn) for turn in value) + "\n]"
-            elif key == "averages":
-                rows = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in value.items())
-                text = "{\n" + ",\n".join(rows) + "\n}"
-            else:
-                text = json.dumps(value, indent=1)
-            fields.append(f"{json.dumps(key)}: {text}")
-        panels.append(f"{json.dumps(compute)}: {{\n" + ",\n".join(fields) + "\n}")
-    out.write_text("{\n" + ",\n".join(panels) + "\n}\n")
+    write_result(out, results, "*.turns.*", "*.averages.*")
 
 
 def show(results: dict[str, Any]) -> None:
@@ -177,7 +164,7 @@ def show(results: dict[str, Any]) -> None:
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results.json",
+        "--out", type=Path, default=Path(__file__).parent / "results.jsonl",
         help="results to write (--table: read); what is not measured again stays in it",
     )  # fmt: skip
     parser.add_argument("--compute", choices=["real", "sleep", "both"], default="both")
@@ -203,14 +190,14 @@ def arguments_of() -> argparse.Namespace:
 def main() -> None:
     arguments = arguments_of()
     if arguments.table:
-        show(json.loads(arguments.out.read_text()))
+        show(read_result(arguments.out))
         return
     wanted: list[Compute] = ["real", "sleep"]
     if arguments.compute != "both":
         wanted = [arguments.compute]
     results: dict[str, Any] = {}
     if arguments.out.exists():
-        results = json.loads(arguments.out.read_text())
+        results = read_result(arguments.out)
     measured: dict[str, Any] = {}
     try:
         cores = len(os.sched_getaffinity(0))

@@ -5,32 +5,36 @@ t_step)``, where t_step is the step of a replica that trains alone and t_allredu
 ledger: from when the last replica sent its part to when the average had arrived there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, quantiles
+from pathlib import Path
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
+from benchmarks.intervals import Interval, ratio
+from benchmarks.pages import slug
+from benchmarks.stored import read_result
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+CORES = Path(__file__).with_name("cores.json")
 HIDDEN_WITHIN, FORMULA_WITHIN = 0.03, 0.10
 ALONE, LINK = "alone", "bare all-reduce"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One contestant at one rate: medians over rounds of what was divided within a round."""
+    """One contestant at one rate; ratios are taken within a round."""
 
     name: str
     mbit: float
     every: int
     delay: int
-    ratio: float
-    """Mean time per step over that of a replica alone."""
-    low: float
-    high: float
-    """First and third quartile over the rounds."""
+    ratios: Sequence[float]
+    """Time per step over that of a replica alone, round by round."""
     average_steps: float | None
     """What an average took, in steps of a replica alone; None where no ledger was kept."""
     predicted: float | None
-    """The ratio by the formula."""
+    """The ratio by the formula, the mean over rounds."""
     off: float | None
     """How much longer a round took than by the formula, as a share of it."""
     exposed_steps: float | None
@@ -38,6 +42,11 @@ class Point:
     step_ms: float
     cpu_ms: float
     """Of all threads of a process, per step; what the kernel sends in interrupts is not in it."""
+
+    @property
+    def over(self) -> Interval:
+        """The mean ratio."""
+        return ratio(self.ratios, [1.0] * len(self.ratios))
 
     @property
     def hidden(self) -> bool:
@@ -81,20 +90,17 @@ def _point(
         found = [_averages(result["averages"][name], turn, every, delay) for turn in turns]
         taken = [took / unit for (took, _), unit in zip(found, units, strict=True)]
         by_formula = [(every + max(0.0, took - delay)) / every for took in taken]
-        steps, predicted = median(taken), median(by_formula)
-        exposed = median(wait / unit for (_, wait), unit in zip(found, units, strict=True))
-        off = median(m / p for m, p in zip(ratios, by_formula, strict=True)) - 1
+        steps, predicted = geometric_mean(taken), geometric_mean(by_formula)
+        exposed = fmean(wait / unit for (_, wait), unit in zip(found, units, strict=True))
+        off = ratio(ratios, by_formula).centre - 1
     elif name == LINK:
-        steps = median(ratios)
-    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        steps = geometric_mean(ratios)
     return Point(
         name=name,
         mbit=mbit,
         every=every,
         delay=delay,
-        ratio=median(ratios),
-        low=low,
-        high=high,
+        ratios=ratios,
         average_steps=steps,
         predicted=predicted,
         off=off,
@@ -127,7 +133,7 @@ def _averages(
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result in Markdown: times a replica alone, in brackets what the formula says."""
+    """Times a replica alone: the mean over rounds, its 95 % interval; by the formula."""
     found = {(point.name, point.mbit): point for point in points(result)}
     rates = result["setting"]["rates"]
     names = [name for name in result["setting"]["contestants"] if name != ALONE]
@@ -141,8 +147,9 @@ def table(result: dict[str, Any]) -> str:
         cells = []
         for mbit in rates:
             point = found[name, mbit]
-            formula = "" if point.predicted is None else f" ({point.predicted:.3f})"
-            cells.append(f"{point.ratio:.3f}{formula}")
+            formula = "" if point.predicted is None else f"; {point.predicted:.3f}"
+            low, high = point.over.values[1:]
+            cells.append(f"{point.over.centre:.3f} ({low:.2f} to {high:.2f}){formula}")
         label = f"{name}, in steps" if name == LINK else name
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -168,6 +175,69 @@ def details(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def over_ddp(point: Point, every: list[Point]) -> Interval:
+    """The better DDP's step at this rate by this one's, round by round."""
+    rivals = [p for p in every if p.name.startswith("DDP") and p.mbit == point.mbit]
+    return ratio(min(rivals, key=lambda p: p.over.centre).ratios, point.ratios)
+
+
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    for compute, result in read_result(RESULTS).items():
+        every = points(result)
+        for point in every:
+            name = f"{compute}.{slug(point.name)}.{point.mbit:g}"
+            yield name, point.over
+            if point.predicted is not None:
+                yield f"{name}.formula", point.predicted
+            if point.delay > 0:
+                yield f"{name}.ddp", over_ddp(point, every)
+        hidden = [point for point in every if point.delay > 0 and point.hidden]
+        yield f"{compute}.hidden", len(hidden)
+        near = [point for point in hidden if abs(point.over.centre - 1) <= HIDDEN_WITHIN]
+        yield f"{compute}.hidden.within", len(near)
+    yield from _facts_of_cores(read_result(CORES))
+
+
+def _facts_of_cores(result: dict[str, Any]) -> Iterator[tuple[str, float | Interval]]:
+    for row in result["summary"]:
+        name = f"cores.{row['replicas']}.{slug(row['name'])}"
+        yield name, row["throughput_over_one"]
+        if row["name"] != ALONE:
+            yield f"{name}.over-alone", side_by_side(result, row["replicas"], row["name"], ALONE)
+            yield f"{name}.under-ddp", side_by_side(result, row["replicas"], "DDP", row["name"])
+
+
+def side_by_side(result: dict[str, Any], replicas: int, name: str, other: str) -> Interval:
+    """A contestant's step by the other's, round by round."""
+    runs = [run["step_s"] for run in result["runs"] if run["replicas"] == replicas]
+    own, others = ([s for run in runs for s in run[which]] for which in (name, other))
+    return ratio(own, others)
+
+
+def tables() -> dict[str, str]:
+    found = {compute: table(result) for compute, result in read_result(RESULTS).items()}
+    return found | {"cores": cores_table(read_result(CORES))}
+
+
+def cores_table(result: dict[str, Any]) -> str:
+    """Throughput over one replica; the step over that of replicas that do not talk."""
+    counts = list(dict.fromkeys(row["replicas"] for row in result["summary"]))
+    lines = [
+        "| contestant | " + " | ".join(f"{count} replicas" for count in counts) + " |",
+        "|---" * (len(counts) + 1) + "|",
+    ]
+    for name in dict.fromkeys(row["name"] for row in result["summary"]):
+        rows = {row["replicas"]: row for row in result["summary"] if row["name"] == name}
+        cells = []
+        for count in counts:
+            words = f"{rows[count]['throughput_over_one']:.2f}" if count in rows else "-"
+            if count in rows and name != ALONE:
+                words += f"; {side_by_side(result, count, name, ALONE):.2f}"
+            cells.append(words)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def quietness(result: dict[str, Any]) -> str:
     """What others took of the cores while it was measured."""
     shares = [host["foreign_share"] for turn in result["turns"] for host in turn["hosts"]]
@@ -190,21 +260,19 @@ def claims(result: dict[str, Any]) -> list[str]:
 def _hidden_claims(hidden: list[Point], every: list[Point]) -> list[str]:
     if not hidden:
         return ["1 not tested: no average took at most `delay` steps; give faster links"]
-    worst = max(hidden, key=lambda point: abs(point.ratio - 1))
-    good = [point for point in hidden if abs(point.ratio - 1) <= HIDDEN_WITHIN]
+    worst = max(hidden, key=lambda point: abs(point.over.centre - 1))
+    good = [point for point in hidden if abs(point.over.centre - 1) <= HIDDEN_WITHIN]
     lines = [
         f"{_answer(len(good) == len(hidden))} 1a: where an average takes at most `delay` steps,"
         f" DaSGD's step is within {HIDDEN_WITHIN:.0%} of a replica alone"
         f" ({len(good)} of {len(hidden)} points; farthest {_words(worst)})"
     ]
-    ahead, words = True, []
-    for point in hidden:
-        ddp = min(p.ratio for p in every if p.name.startswith("DDP") and p.mbit == point.mbit)
-        ahead &= ddp > point.ratio
-        words.append(ddp)
+    times = [over_ddp(point, every) for point in hidden]
     lines.append(
-        f"{_answer(ahead)} 1b: at each of these points the better DDP is slower"
-        f" ({min(words):.2f} to {max(words):.2f} times a replica alone)"
+        f"{_answer(all(found.low > 1 for found in times))} 1b: at each of these points the better"
+        f" DDP is slower ({min(t.centre for t in times):.2f} to {max(t.centre for t in times):.2f}"
+        f" times DaSGD's step in the same rounds; lowest end of an interval"
+        f" {min(t.low for t in times):.2f})"
     )
     return lines
 
@@ -215,7 +283,7 @@ def _formula_claims(beyond: list[Point]) -> list[str]:
     worst = max(beyond, key=lambda point: abs(point.off or 0.0))
     good = [point for point in beyond if abs(point.off or 0.0) <= FORMULA_WITHIN]
     extras = [
-        (point.ratio - 1) / ((point.predicted or 1.0) - 1)
+        (point.over.centre - 1) / ((point.predicted or 1.0) - 1)
         for point in beyond
         if point.average_steps is not None and point.average_steps - point.delay >= 0.5
     ]
@@ -239,4 +307,6 @@ def _answer(yes: bool) -> str:
 
 def _words(point: Point) -> str:
     steps = point.average_steps or 0.0
-    return f"{point.name} at {point.mbit:g} Mbit/s, average {steps:.2f} steps, {point.ratio:.3f}"
+    return (
+        f"{point.name} at {point.mbit:g} Mbit/s, average {steps:.2f} steps, {point.over.centre:.3f}"
+    )

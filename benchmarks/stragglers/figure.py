@@ -1,14 +1,14 @@
 """Draws a step's time, and its increase, against the slow-down: one line per method.
 
-python benchmarks/stragglers/figure.py benchmarks/stragglers/results.json
+python -m benchmarks.stragglers.figure benchmarks/stragglers/results.jsonl
 """
 
-import argparse
-import json
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks import pictures
+from benchmarks.stored import read_result
+from benchmarks.stragglers.summary import Lines, increases_of, times_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -25,28 +25,6 @@ STYLES: dict[str, tuple[str, str]] = {
 }
 
 TICKS_MS = (60, 80, 100, 150, 200, 300, 400)
-
-Lines = dict[str, dict[float, list[float]]]
-"""Per method and slow-down a value of every seed."""
-
-
-def times_of(result: dict[str, Any]) -> Lines:
-    """Milliseconds per step, also without faults."""
-    lines: Lines = {}
-    for row in result["runs"]:
-        of_method = lines.setdefault(row["method"], {})
-        of_method.setdefault(row["slowdown"], []).append(1000 * row["step_s"])
-    return lines
-
-
-def increases_of(result: dict[str, Any]) -> Lines:
-    """Percent of the same seed's time without faults."""
-    lines: Lines = {}
-    for row in result["runs"]:
-        if row["slowdown"]:
-            of_method = lines.setdefault(row["method"], {})
-            of_method.setdefault(row["slowdown"], []).append(row["increase_percent"])
-    return lines
 
 
 def draw(result: dict[str, Any]) -> Figure:
@@ -112,15 +90,5 @@ def _add_legend(axes: Axes, ends: dict[str, float]) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, default=None, help="by default beside the results")
-    arguments = parser.parse_args()
-    out = arguments.out or arguments.results.with_suffix(".png")
-    draw(json.loads(arguments.results.read_text())).savefig(out, dpi=120)
-    print(out)
-
-
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read_result(path)), __doc__, dpi=120)

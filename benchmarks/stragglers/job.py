@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
+from benchmarks.sleeping import slept
 from torch import Tensor, nn
 
 import offbeat
@@ -49,19 +50,6 @@ class Run:
         return Faults().slow(by=self.by, probability=self.probability, seed=self.seed)
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
 class Sleeping(nn.Module):
     """A small linear layer that takes as long as it is told, in proportion to its rows."""
 
@@ -72,9 +60,7 @@ class Sleeping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The linear layer comes first: through its weights the sleep always has a backward.
-        seconds = self._seconds_per_row * len(x)
-        slept: Tensor = _Sleep.apply(self.linear(x), seconds)  # type: ignore[no-untyped-call]
-        return slept
+        return slept(self.linear(x), self._seconds_per_row * len(x))
 
 
 def stage_of(work: Work) -> nn.Module:

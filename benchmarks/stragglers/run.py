@@ -3,13 +3,12 @@
 Every (stage, step) is slowed with probability 1/3 by 20, 50, 100 or 150 %. Four processes, one
 stage each; a stage sleeps for as long as it pretends to compute, or computes for real.
 
-    python benchmarks/stragglers/run.py --out benchmarks/stragglers/results.json
-    python benchmarks/stragglers/run.py --compute real --out benchmarks/stragglers/results-real.json
-    python benchmarks/stragglers/run.py --table --out benchmarks/stragglers/results.json
+    python benchmarks/stragglers/run.py --out benchmarks/stragglers/results.jsonl
+    python benchmarks/stragglers/run.py --compute real
+    python benchmarks/stragglers/run.py --table
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -22,8 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from benchmarks.stored import read_result, write_result
 from benchmarks.stragglers import model
 from benchmarks.stragglers.job import Run, Work, time_all
+from benchmarks.stragglers.summary import table
 
 import offbeat
 from offbeat.methods import ADL, DSP, FeaturesReplay, GPipe, Method, Synchronous
@@ -152,27 +153,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result in Markdown: measured, in brackets what the model says."""
-    levels = sorted({row["slowdown"] for row in result["summary"]})
-    lines = [
-        "| method | step, ms | " + " | ".join(f"by {by:.0%}" for by in levels) + " |",
-        "|---|---|" + "---|" * len(levels),
-    ]
-    for name in dict.fromkeys(row["method"] for row in result["summary"]):
-        rows = {row["slowdown"]: row for row in result["summary"] if row["method"] == name}
-        cells = [
-            f"{row['increase_percent']:.1f} ({row['model_percent']:.1f};"
-            f" {row['model_long_run_percent']:.1f})"
-            for row in (rows[by] for by in levels)
-        ]
-        plain_ms = 1000 * rows[levels[0]]["plain_step_s"]
-        lines.append(f"| {name} | {plain_ms:.1f} | " + " | ".join(cells) + " |")
-    floors = [f"{100 * PROBABILITY * by:.1f}" for by in levels]
-    lines.append("| floor: a third of the slow-down | | " + " | ".join(floors) + " |")
-    return "\n".join(lines)
-
-
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=None, help="results to write (--table: read)")
@@ -186,7 +166,7 @@ def arguments_of() -> argparse.Namespace:
     arguments = parser.parse_args()
     sleeps = arguments.compute == "sleep"
     if arguments.out is None:
-        name = "results.json" if sleeps else "results-real.json"
+        name = "results.jsonl" if sleeps else "results-real.jsonl"
         arguments.out = Path(__file__).parent / name
     if arguments.parallel is None:
         # Sleeping processes share cores; computing ones need one each.
@@ -206,14 +186,14 @@ def work_of(arguments: argparse.Namespace) -> Work:
 def main() -> None:
     arguments = arguments_of()
     if arguments.table:
-        print(table(json.loads(arguments.out.read_text())))
+        print(table(read_result(arguments.out)))
         return
     work, start = work_of(arguments), time.perf_counter()
     before = environment()
     print(f"{work}\n{before}\n{arguments}", flush=True)
     rows = measure(work, arguments)
     duration_s = round(time.perf_counter() - start, 1)
-    arguments.out.write_text(json.dumps(rows))  # the models below take a minute
+    write_result(arguments.out, {"runs": rows}, "runs.*")  # the models below take a minute
     rows = with_increases(rows)
     result = {
         "setting": {
@@ -230,7 +210,7 @@ def main() -> None:
         "features_replay_with_barrier": barrier_model(),
         "runs": rows,
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out, result, "summary.*", "runs.*")
     print(table(result))
     print(f"raw results: {arguments.out}")
 

@@ -1,17 +1,15 @@
 """Draws the results: one panel per model, one bar per way to use two cores.
 
-python -m benchmarks.two_cores.figure benchmarks/two_cores/results.json
+python -m benchmarks.two_cores.figure benchmarks/two_cores/results.jsonl
 """
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.two_cores.summary import balance, headline
+from benchmarks import pictures
+from benchmarks.stored import read_result
+from benchmarks.two_cores.summary import TITLES, balance, headline
 from benchmarks.two_cores.variants import Family
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -27,7 +25,6 @@ WORDS: dict[Family, str] = {
     "data parallel": "whole model on both cores",
     "torch pipelining": "torch.distributed.pipelining, best number of micro-batches",
 }
-TITLES = {"resnet20": "ResNet-20", "alexnet": "AlexNet 32x32", "transformer": "small transformer"}
 
 
 def draw(results: dict[str, Any]) -> Figure:
@@ -42,40 +39,33 @@ def draw(results: dict[str, Any]) -> Figure:
 
 def draw_panel(axes: Axes, title: str, result: dict[str, Any]) -> None:
     bars = headline(result)[::-1]  # matplotlib counts from the bottom
-    values = [row.times_one_core for row in bars]
+    ratios = [row.times_one_core for row in bars]
     spread = [
-        [max(0.0, row.times_one_core - row.low) for row in bars],
-        [max(0.0, row.high - row.times_one_core) for row in bars],
+        [one.centre - one.low for one in ratios],
+        [one.high - one.centre for one in ratios],
     ]
     axes.barh(
         [row.label for row in bars],
-        values,
+        [one.centre for one in ratios],
         xerr=spread,
         color=[COLOURS[row.family] for row in bars],
         error_kw={"elinewidth": 1, "ecolor": "#444444"},
     )
     for place, row in enumerate(bars):
         ink = "white" if row.family == "asynchronous" else "black"
-        axes.text(0.04, place, f"{row.times_one_core:.2f}", va="center", fontsize=8, color=ink)
-    limit = balance(result)
+        axes.text(
+            0.04, place, f"{row.times_one_core.centre:.2f}", va="center", fontsize=8, color=ink
+        )
+    limit = balance(result).centre
     axes.axvline(limit, color="#444444", linestyle=":", linewidth=1)
     axes.text(limit, len(bars) - 0.4, f"cut allows {limit:.2f} ", ha="right", fontsize=8)
     axes.axvline(1, color="#444444", linewidth=0.8)
-    axes.set_xlim(0, 1.1 * max(limit, *(row.high for row in bars)))
+    axes.set_xlim(0, 1.1 * max(limit, *(one.high for one in ratios)))
     axes.set_title(title, loc="left")
-    axes.set_xlabel("times one core")
+    axes.set_xlabel("times one core, mean and 95 % interval")
     axes.tick_params(axis="y", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> None:
-    source = Path(sys.argv[1])
-    figure = draw(json.loads(source.read_text()))
-    FigureCanvasAgg(figure)
-    target = source.with_suffix(".png")
-    figure.savefig(target, dpi=130)
-    print(target)
-
-
 if __name__ == "__main__":
-    main()
+    pictures.command(lambda path: draw(read_result(path)), __doc__, dpi=130)

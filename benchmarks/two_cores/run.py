@@ -2,7 +2,7 @@
 
 From the repository, on an otherwise idle machine:
 
-    python -m benchmarks.two_cores.run --out benchmarks/two_cores/results.json
+    python -m benchmarks.two_cores.run --out benchmarks/two_cores/results.jsonl
 
 Every contestant's processes stay alive and take turns. A round lets each train a block of batches
 while all others are blocked; the order rotates from round to round.
@@ -23,9 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stored import read_result, write_result
 from benchmarks.two_cores.cuts import choose
 from benchmarks.two_cores.group import Failed, Group, Turn
-from benchmarks.two_cores.summary import claims, markdown, say
+from benchmarks.two_cores.summary import markdown, say
 from benchmarks.two_cores.variants import Variant, all_variants, is_reference
 
 MODELS = ("resnet20", "alexnet", "transformer")
@@ -169,7 +170,7 @@ def chosen_variants(pattern: str | None) -> list[Variant]:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=Path("results.json"))
+    parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a block, on one core")
@@ -188,15 +189,14 @@ def main() -> None:
     variants = chosen_variants(arguments.only)
     results: dict[str, Any] = {}
     if arguments.out.exists():  # models that are not run this time keep their results
-        results = json.loads(arguments.out.read_text())
+        results = read_result(arguments.out)
     for model in arguments.models:
         results[model] = {"rounds": arguments.rounds, "lead": LEAD}
         try:
             run_model(model, variants, arguments, results[model])
         finally:  # whatever ended it, what has been measured is kept
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+            write_result(arguments.out, results, "*.waves.*.rounds.*.*")
         say(f"\n{markdown(model, results[model])}\n")
-        say("\n".join(claims(model, results[model])) + "\n")
     say(f"raw results: {arguments.out}")
 
 

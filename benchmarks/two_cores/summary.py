@@ -1,34 +1,47 @@
 """Numbers from raw results: what is printed, tabulated and drawn is computed here and nowhere else.
 
-    python -m benchmarks.two_cores.summary benchmarks/two_cores/results.json
+    python -m benchmarks.two_cores.summary benchmarks/two_cores/results.jsonl
 
-prints the tables of the README and whether each claim holds.
+prints, model by model, all contestants and how ours stand beside the others. A ratio is taken
+within a round; its mean over rounds is the geometric one, with its 95 % interval.
 """
 
-import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.intervals import Interval, ratio, unpaired_ratio, verdict
+from benchmarks.pages import slug
+from benchmarks.stored import read_result
 from benchmarks.two_cores.variants import Family, all_variants
+
+FOLDER = Path(__file__).parent
+FILES = {"": "results.jsonl", "first.": "first.jsonl"}
+"""What is stored, by the beginning of its facts' names."""
+TITLES = {"resnet20": "ResNet-20", "alexnet": "AlexNet 32x32", "transformer": "small transformer"}
+RIVALS = {
+    "ddp": ("ddp", "DDP at its best"),
+    "threads": ("two-threads", "one process, 2 threads"),
+    "torch": ("torch-", "`torch.distributed.pipelining` at its best"),
+}
+"""Whom ours are compared with, each at its fastest: what names begin with, and words."""
 
 Rounds = list[dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A contestant's result: how many times one core, over all rounds it took part in."""
+    """A contestant's result over all rounds it took part in."""
 
     name: str
     label: str
     family: Family
-    times_one_core: float
-    low: float
-    high: float
-    """First and third quartile over the rounds."""
+    times_one_core: Interval
+    median: float
+    """Of the same ratios."""
     seconds: float
     """Median seconds per batch."""
 
@@ -56,35 +69,38 @@ def foreign_shares(result: dict[str, Any]) -> list[float]:
     ]
 
 
-def median_of(rounds: Rounds, value: Callable[[dict[str, float]], float]) -> float:
-    return statistics.median(value(seconds) for seconds in rounds)
-
-
 def rows(result: dict[str, Any]) -> list[Row]:
-    """Every contestant, fastest first. A ratio is taken within a round, then the median."""
+    """Every contestant, fastest first."""
     found = []
     for variant in all_variants():
         rounds = [seconds for seconds in all_rounds(result) if variant.name in seconds]
         if not rounds:
             continue
-        ratios = [seconds["one-core"] / seconds[variant.name] for seconds in rounds]
-        spread = (
-            statistics.quantiles(ratios, n=4, method="inclusive")
-            if len(ratios) > 1
-            else [ratios[0]] * 3
-        )
+        one, own = ([s[name] for s in rounds] for name in ("one-core", variant.name))
         found.append(
             Row(
                 name=variant.name,
                 label=variant.label,
                 family=variant.family,
-                times_one_core=statistics.median(ratios),
-                low=spread[0],
-                high=spread[2],
-                seconds=median_of(rounds, lambda s, name=variant.name: s[name]),  # type: ignore[misc]
+                times_one_core=ratio(one, own),
+                median=statistics.median(a / b for a, b in zip(one, own, strict=True)),
+                seconds=statistics.median(own),
             )
         )
-    return sorted(found, key=lambda row: -row.times_one_core)
+    return sorted(found, key=lambda row: -row.times_one_core.centre)
+
+
+def times(result: dict[str, Any], ours: str, theirs: str) -> tuple[Interval, bool]:
+    """How many times as fast we are, and whether both ran in the same rounds.
+
+    Where they did not, each is compared with one core of its own rounds.
+    """
+    rounds = all_rounds(result)
+    shared = [seconds for seconds in rounds if ours in seconds and theirs in seconds]
+    if shared:
+        return ratio([s[theirs] for s in shared], [s[ours] for s in shared]), True
+    speeds = [[s["one-core"] / s[name] for s in rounds if name in s] for name in (ours, theirs)]
+    return unpaired_ratio(*speeds), False
 
 
 def slowest_stage(seconds: dict[str, float]) -> float:
@@ -92,18 +108,21 @@ def slowest_stage(seconds: dict[str, float]) -> float:
     return max(seconds["stage-0"], seconds["stage-1"])
 
 
-def balance(result: dict[str, Any]) -> float:
+def balance(result: dict[str, Any]) -> Interval:
     """What the balance of the cut allows: both stages' time by that of the slower, at most 2."""
-    return median_of(all_rounds(result), lambda s: (s["stage-0"] + s["stage-1"]) / slowest_stage(s))
+    rounds = all_rounds(result)
+    both = [seconds["stage-0"] + seconds["stage-1"] for seconds in rounds]
+    return ratio(both, [slowest_stage(seconds) for seconds in rounds])
 
 
-def share_of_slowest(result: dict[str, Any], name: str, *, alone: bool) -> float:
-    """How much of a contestant's step its slowest stage would need.
-
-    ``alone``: with the other core idle; otherwise with both stages at work, but no messages.
-    """
+def of_balance(result: dict[str, Any], name: str) -> Interval:
+    """How much of what the balance of the cut allows a contestant reaches."""
     rounds = [seconds for seconds in all_rounds(result) if name in seconds]
-    return median_of(rounds, lambda s: (slowest_stage(s) if alone else s["both-stages"]) / s[name])
+    allowed = [(s["stage-0"] + s["stage-1"]) / slowest_stage(s) for s in rounds]
+    return ratio(
+        [s["one-core"] for s in rounds],
+        [s[name] * share for s, share in zip(rounds, allowed, strict=True)],
+    )
 
 
 def best(result: dict[str, Any], *prefixes: str, family: Family | None = None) -> Row | None:
@@ -130,7 +149,64 @@ def headline(result: dict[str, Any]) -> list[Row]:
     return list(kept.values())
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- numbers and words
+
+
+def facts() -> Iterator[tuple[str, float | Interval]]:
+    for prefix, file in FILES.items():
+        for model, result in read_result(FOLDER / file).items():
+            yield from _facts_of(f"{prefix}{model}", result)
+
+
+def _facts_of(model: str, result: dict[str, Any]) -> Iterator[tuple[str, float | Interval]]:
+    every = rows(result)
+    for row in every:
+        name = f"{model}.{short(row)}"
+        yield name, row.times_one_core
+        yield f"{name}.median", row.median
+        yield f"{name}.ms", 1000 * row.seconds
+    for key, (prefix, _) in RIVALS.items():
+        if rival := best(result, prefix):
+            yield f"{model}.best-{key}", rival.times_one_core
+            for row in every:
+                if row.family == "asynchronous":
+                    found, _ = times(result, row.name, rival.name)
+                    yield f"{model}.{short(row)}.of.{key}", found
+    yield f"{model}.cut-allows", balance(result)
+    for name in ("both-stages", "offbeat-stale-weights"):
+        yield f"{model}.{name.removeprefix('offbeat-')}.of.cut", of_balance(result, name)
+    shares = [100 * share for share in foreign_shares(result)]
+    yield f"{model}.others-took", statistics.median(shares)
+    yield f"{model}.others-took.most", max(shares)
+
+
+def short(row: Row) -> str:
+    return slug(row.name.removeprefix("offbeat-"))
+
+
+def tables() -> dict[str, str]:
+    return {"rivals": rivals(read_result(FOLDER / FILES[""]))}
+
+
+def rivals(results: dict[str, Any]) -> str:
+    """How our fastest asynchronous method and StaleWeights do beside each rival at its fastest."""
+    heads = [words for _, words in RIVALS.values()]
+    lines = [f"| | times one core | times {' | times '.join(heads)} |", "|---" * 5 + "|"]
+    for model, result in results.items():
+        found = (best(result, family="asynchronous"), best(result, "offbeat-stale-weights"))
+        for own in dict.fromkeys(row for row in found if row is not None):
+            beside = [_beside(result, own, best(result, prefix)) for prefix, _ in RIVALS.values()]
+            label = f"{TITLES[model]}, {own.label.removeprefix('offbeat ')}"
+            lines.append(f"| {label} | {own.times_one_core:.2f} | {' | '.join(beside)} |")
+    return "\n".join(lines)
+
+
+def _beside(result: dict[str, Any], own: Row, rival: Row | None) -> str:
+    if rival is None:
+        return ""
+    found, paired = times(result, own.name, rival.name)
+    other = "" if paired else ", other rounds"
+    return f"{found:.2f} {verdict(found.values)}; {rival.label}{other}"
 
 
 def markdown(model: str, result: dict[str, Any]) -> str:
@@ -138,65 +214,25 @@ def markdown(model: str, result: dict[str, Any]) -> str:
     lines = [
         f"**{model}**: {result['parameters'] / 1e6:.2f} M parameters, batch {result['batch']},"
         f" cut at child {result['cuts']['two'][0]} of {result['costs']['children']}; the balance"
-        f" of the cut allows {balance(result):.2f} times one core.",
+        f" of the cut allows {balance(result):.2f} times one core. Others took"
+        f" {statistics.median(foreign_shares(result)):.1%} of the machine (median turn),"
+        f" {max(foreign_shares(result)):.1%} in the worst turn.",
         "",
-        "| contestant | times one core | quartiles | ms per batch |",
+        "| contestant | times one core, mean (95 %) | median | ms per batch |",
         "|---|---|---|---|",
     ]
-    for row in rows(result):
-        if row.name.startswith("stage-"):
-            continue
-        lines.append(
-            f"| {row.label} | {row.times_one_core:.2f} | {row.low:.2f} to {row.high:.2f}"
-            f" | {1000 * row.seconds:.0f} |"
-        )
-    lines += [f"\n`{name}` is out: {why}" for name, why in failed.items()]
-    return "\n".join(lines)
-
-
-def claims(model: str, result: dict[str, Any]) -> list[str]:
-    """Every claim about a model with its number, its limit and whether it holds."""
-    ours = best(result, family="asynchronous")
-    if ours is None:
-        return []
-    found = [
-        f"fastest asynchronous method: {ours.label}, {ours.times_one_core:.3f} times one core",
-        f"others took {statistics.median(foreign_shares(result)):.1%} of the machine (median turn),"
-        f" {max(foreign_shares(result)):.1%} in the worst turn",
-        f"its slowest stage takes {share_of_slowest(result, ours.name, alone=True):.3f} of its step"
-        f" alone, {share_of_slowest(result, ours.name, alone=False):.3f} beside the other stage",
+    lines += [
+        f"| {row.label} | {row.times_one_core:.2f} | {row.median:.2f} | {1000 * row.seconds:.0f} |"
+        for row in rows(result)
+        if not row.name.startswith("stage-")
     ]
-    on_resnet, on_alexnet = model == "resnet20", model == "alexnet"
-    if on_resnet:
-        found.append(_claim("times one core", ours.times_one_core, 1.90))
-    words = f"of the {balance(result):.3f} that the balance of the cut allows"
-    share = ours.times_one_core / balance(result)
-    found.append(_claim(words, share, 0.97 if on_resnet else None))
-    limits = {
-        "torch-": ("torch.distributed.pipelining", 1.10 if on_resnet else 1.0),
-        "ddp": ("DDP", 1.25 if on_alexnet else 0.97),
-        "two-threads": ("2 threads", 1.0 if on_alexnet else 0.97),
-    }
-    for prefix, (title, limit) in limits.items():
-        rival = best(result, prefix)
-        if rival is not None:
-            ratio = ours.times_one_core / rival.times_one_core
-            words = f"times {title} at its best ({rival.label}, {rival.times_one_core:.3f})"
-            found.append(_claim(words, ratio, limit if on_resnet or on_alexnet else None))
-    return found
-
-
-def _claim(words: str, value: float, limit: float | None) -> str:
-    if limit is None:
-        return f"{value:.3f} {words}"
-    return f"{value:.3f} {words}; at least {limit:.2f}: {'yes' if value >= limit else 'NO'}"
+    lines += [f"\n`{name}` is out: {why}" for name, why in failed.items()]
+    return "\n".join([*lines, "", rivals({model: result})])
 
 
 def main() -> None:
-    results = json.loads(Path(sys.argv[1]).read_text())
-    for model, result in results.items():
+    for model, result in read_result(Path(sys.argv[1])).items():
         say(f"{markdown(model, result)}\n")
-        say("\n".join(f"- {claim}" for claim in claims(model, result)) + "\n")
 
 
 if __name__ == "__main__":
