@@ -9,7 +9,6 @@ that commit (only what every version has is used here):
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import json
 import sys
@@ -51,22 +50,15 @@ def go_on(trainer: offbeat.Trainer) -> dict[str, Any]:
     losses = [trainer.step(x, y) for x, y in batches()[SAVED_AT:]]
     losses += trainer.flush()
     state = trainer.state_dict()
-    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values()))
     return {
         "weights": {name: value.tolist() for name, value in state.items()},
         "losses": [None if loss is None else float(loss) for loss in losses],
-        "digest": digest.hexdigest(),
     }
-
-
-def machine() -> list[str]:
-    """Where equal programs give equal bits."""
-    return [torch.__version__, torch.backends.cpu.get_cpu_capability()]
 
 
 def write(folder: Path) -> None:
     cli = importlib.import_module("offbeat.cli")  # where the version that writes them has it
-    expected: dict[str, Any] = {"machine": machine()}
+    expected: dict[str, Any] = {}
     for kind in ("drained", "exact"):
         first, second = trainer(), trainer()
         for x, y in batches()[:SAVED_AT]:
