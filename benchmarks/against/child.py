@@ -59,11 +59,19 @@ def make_step(name: str) -> Callable[[], Any]:
             seed=0,
         )
         return partial(_next_step, trainer.step, workload.batches())
-    from benchmarks.one_gpu.contestants import streams
     from benchmarks.one_gpu.workloads import WORKLOADS as ON_GPU
 
-    step = streams(ON_GPU[rest], offbeat.StaleWeights(), 4)
-    return partial(_next_step, step, cycle(ON_GPU[rest].batches()))
+    on_gpu = ON_GPU[rest]
+    trainer = offbeat.Trainer(
+        on_gpu.made(),
+        loss=on_gpu.loss,
+        optimizer=on_gpu.optimizer,
+        method=offbeat.PipeDream(),
+        stages=4,  # cut by counted arithmetic, so that both versions cut alike
+        autocast=on_gpu.autocast,
+        engine="streams",
+    )
+    return partial(_next_step, trainer.step, cycle(on_gpu.batches()))
 
 
 def _next_step(step: Callable[..., Any], batches: Any) -> Any:
