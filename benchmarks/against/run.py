@@ -7,23 +7,22 @@
 
 Both versions stay alive and take turns; while one works the other waits for a word. What counts is
 the ratio of both times of the same round, new over old; the interval is that of the mean of their
-logarithms (Student's t).
+logarithms. Two processes of one version differ by some thousandths for as long as
+they live: ``--lives 6`` starts both anew six times, and the interval is that of the lives' means.
 """
 
 import argparse
 import json
-import math
 import os
 import platform
 import socket
-import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
 
-_T95 = {10: 2.23, 20: 2.09, 30: 2.04, 60: 2.0}
-"""Student's t for 95 %, by degrees of freedom at least."""
+from benchmarks.intervals import ratio
+from benchmarks.stored import Row
 
 
 class Version:
@@ -53,10 +52,15 @@ class Version:
                     text=True,
                 )
             )
+        self.ready: list[Row] = []
+        self._source = source
+
+    def wait_until_ready(self) -> None:
         self.ready = self._hear()
+        source = self._source
         assert all(str(source.resolve()) in reply["from"] for reply in self.ready), self.ready
 
-    def _hear(self) -> list[dict[str, Any]]:
+    def _hear(self) -> list[Row]:
         replies = []
         for child in self._children:
             assert child.stdout is not None
@@ -83,31 +87,32 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """The geometric mean of the ratios and its 95 % interval."""
-    logs = [math.log(ratio) for ratio in ratios]
-    freedom = len(logs) - 1
-    t = next((_T95[n] for n in sorted(_T95, reverse=True) if freedom >= n), 2.6)
-    mean, half = statistics.mean(logs), t * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+def _means(turns: list[list[float]]) -> list[float]:
+    """The geometric means of both versions' turns."""
+    return [geometric_mean(times) for times in zip(*turns, strict=True)]
 
 
-def compare(workload: str, old: Path, new: Path, rounds: int, steps: int) -> dict[str, Any]:
-    versions = {"old": Version(old, workload), "new": Version(new, workload)}
+def compare(workload: str, old: Path, new: Path, lives: int, rounds: int, steps: int) -> Row:
     turns = []
-    try:
-        for number in range(rounds):
-            order = list(versions) if number % 2 else list(reversed(versions))
-            ms = {name: versions[name].turn(2, steps) for name in order}
-            turns.append([round(ms["old"], 4), round(ms["new"], 4)])
-    finally:
-        for version in versions.values():
-            version.end()
-    mean, low, high = interval([new_ms / old_ms for old_ms, new_ms in turns])
-    print(f"{workload}: new over old {mean:.3f} (95 %: {low:.3f} to {high:.3f}), {rounds} rounds")
+    for life in range(lives):
+        versions = {"old": Version(old, workload), "new": Version(new, workload)}
+        try:
+            for version in versions.values():
+                version.wait_until_ready()
+            for number in range(rounds):
+                order = list(versions) if (number + life) % 2 else list(reversed(versions))
+                ms = {name: versions[name].turn(2, steps) for name in order}
+                turns.append([round(ms["old"], 4), round(ms["new"], 4)])
+        finally:
+            for version in versions.values():
+                version.end()
+    times = turns if lives == 1 else [_means(turns[n * rounds :][:rounds]) for n in range(lives)]
+    found = ratio([new_ms for _, new_ms in times], [old_ms for old_ms, _ in times])
+    print(f"{workload}: new over old {found:.3f}, {lives} lives of {rounds} rounds")
     return {
         "workload": workload,
-        "ratio": [round(value, 4) for value in (mean, low, high)],
+        "ratio": [round(value, 4) for value in found.values],
+        "lives": lives,
         "steps": steps,
         "torch": versions["new"].ready[0]["ready"],
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -120,12 +125,13 @@ def main() -> None:
     parser.add_argument("workloads", nargs="+")
     parser.add_argument("--old", type=Path, required=True, help="the src folder of the old one")
     parser.add_argument("--new", type=Path, default=Path("src"))
+    parser.add_argument("--lives", type=int, default=1, help="how often both are started anew")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     for workload in given.workloads:
-        row = compare(workload, given.old, given.new, given.rounds, given.steps)
+        row = compare(workload, given.old, given.new, given.lives, given.rounds, given.steps)
         if given.out is not None:
             with given.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -3,7 +3,7 @@
 Trains under deterministic algorithms with both engines and compares every weight, buffer, loss and
 lag. The cases are those of ``tests/gpu``; here they are printed and stored, one row per case.
 
-    python -m benchmarks.one_gpu.bits --out benchmarks/one_gpu/bits.json
+    python -m benchmarks.one_gpu.bits --out benchmarks/one_gpu/bits.jsonl
 
 ``--part 2/4`` takes every fourth case beginning with the second, so that several processes can
 share the GPU; their cases together are those of one process.
@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import torch
 from benchmarks.pool import need
+from benchmarks.stored import write_result
 
 from gpu.cases import CASES, compare
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Same bits with streams.")
-    parser.add_argument("--out", type=Path, default=Path("bits.json"))
+    parser.add_argument("--out", type=Path, default=Path("bits.jsonl"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--part", default="1/1", help="which share of the cases, such as 2/4")
     arguments = parser.parse_args()
@@ -48,7 +49,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
         print(f"{case.name}: {rows[-1].get('differing elements')} differing elements", flush=True)
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": rows}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out, result, "cases.*")
 
 
 if __name__ == "__main__":

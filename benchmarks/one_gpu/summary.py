@@ -57,7 +57,7 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
                 shares.append(100 * able[short]["memory_mib"] / able[long]["memory_mib"])
     yield from _ends("compiled", compiled)
     yield from _ends("share-of-memory", shares)
-    cases = read_result(FOLDER / "bits.json")["cases"]
+    cases = read_result(FOLDER / "bits.jsonl")["cases"]
     yield "bits.cases", len(cases)
     yield "bits.differing", sum(case["differing elements"] > 0 for case in cases)
     yield from _facts_of_training(read_rows(FOLDER / "training.jsonl"))
