@@ -16,7 +16,7 @@ import jobs
 import offbeat
 from offbeat.errors import WorkerLost
 from offbeat.transport.base import Key
-from offbeat.transport.shared import Window
+from offbeat.transport.shared import Arena, Window
 from offbeat.transport.wire import Arrival, pack
 
 ROOT = Path(__file__).parent.parent
@@ -144,17 +144,52 @@ def test_a_sound_message_arrives() -> None:
 )
 def test_another_message_is_refused_with_words(raw: bytes) -> None:
     with pytest.raises((WorkerLost, OSError)) as caught:
-        Arrival(raw, Window(pid=1 << 30).look).message()
+        Arrival(raw, Window(1 << 30, "secret").look).message()
     if caught.type is WorkerLost:
         assert "a message that is not this library's arrived" in str(caught.value)
 
 
 def test_names_in_a_message_reach_no_file_and_no_function() -> None:
-    own = Window(os.getpid()).look
+    own = Window(os.getpid(), "secret").look
     with pytest.raises(WorkerLost, match=r"file '../cmdline' is not in shared memory"):
         Arrival(header(tensors__0__place="../cmdline"), own)
     with pytest.raises(WorkerLost, match="'load' is no type of tensor"):
         Arrival(header(tensors__0__dtype="load"), own)
+
+
+def test_a_message_reaches_no_file_but_the_memory_announced_for_its_connection(
+    tmp_path: Path,
+) -> None:
+    """A number in a header once had any open file of the sender mapped, read and written to."""
+    private = tmp_path / "private"
+    private.write_bytes(b"x" * (1 << 16))
+    other = Arena("other")
+    other_link = other.room_for(1 << 15)
+    unsealed = os.memfd_create("offbeat-secret")
+    os.truncate(unsealed, 1 << 16)
+    memory = Arena("secret")
+    lot = memory.room_for(1 << 15)
+    assert lot is not None
+    assert other_link is not None
+    window = Window(os.getpid(), "secret")
+    with private.open("r+b") as opened:
+        for file, words in (
+            (opened.fileno(), "is not shared memory of this connection"),
+            (other_link[0], "is not shared memory of this connection"),
+            (unsealed, "could become shorter"),
+        ):
+            with pytest.raises(WorkerLost, match=words):
+                Arrival(header(tensors__0__place=file), window.look)
+    os.close(unsealed)
+    assert private.read_bytes() == b"x" * (1 << 16)
+    room = window.look(lot[0], 1 << 15)
+    with pytest.raises(ValueError, match=f"file {lot[0]} holds no message of 65536 bytes"):
+        window.look(lot[0], 1 << 16)
+    del room  # gives the lot back
+    with pytest.raises(ValueError, match="holds no message"):
+        window.look(lot[0], 1 << 15)
+    with pytest.raises(OSError, match="not permitted"):
+        os.truncate(lot[0], 100)
 
 
 def test_shared_memory_is_not_looked_for_where_there_is_none() -> None:

@@ -6,11 +6,16 @@ works on that very memory. The first byte of a lot says whether it is taken: the
 the receiver clears it when the last tensor over the lot is gone.
 
 A lot is an anonymous file (memfd) that the receiver opens through /proc. It has no name on any
-disk and no limit but memory, and it ends with the processes, however they end.
+disk and no limit but memory, and it ends with the processes, however they end. A message names a
+lot by its number among the sender's open files, and any number could stand in a message: so the
+receiver opens only files that bear the secret that the sender has told it over the launcher's
+store, and that are sealed against becoming shorter while they are read.
 """
 
+import fcntl
 import mmap
 import os
+import secrets
 import threading
 import weakref
 from pathlib import Path
@@ -52,8 +57,11 @@ class SharedMemory(Gloo):
 
     def __init__(self, end: End) -> None:
         super().__init__(end)
-        self._arena = Arena()
-        self._window = Window(end.theirs["pid"])
+        if end.sends:
+            end.store.set("secret", secrets.token_hex(16))
+        secret = end.store.get("secret").decode()
+        self._arena = Arena(secret)
+        self._window = Window(end.theirs["pid"], secret)
 
     def place(self, tensor: Tensor) -> int | None:
         lot = self._arena.room_for(tensor.numel() * tensor.itemsize)
@@ -70,8 +78,9 @@ class SharedMemory(Gloo):
 class _Lot:
     """One piece of shared memory: a page that holds the flag, then room for one tensor."""
 
-    def __init__(self) -> None:
-        self.file = os.memfd_create("offbeat")
+    def __init__(self, secret: str) -> None:
+        self.file = os.memfd_create(f"offbeat-{secret}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self.room = 0
         weakref.finalize(self, os.close, self.file)
 
@@ -95,7 +104,8 @@ class Arena:
     There are as many as were ever under way at once, each as large as the largest it had to hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
         self._lots: list[_Lot] = []
         self._lock = threading.Lock()  # the worker and a thread that passes messages on both send
 
@@ -107,7 +117,7 @@ class Arena:
             free = sorted((lot for lot in self._lots if lot.free), key=lambda lot: lot.room)
             lot = next((lot for lot in free if lot.room >= count), free[-1] if free else None)
             if lot is None:
-                lot = _Lot()
+                lot = _Lot(self._secret)
                 self._lots.append(lot)
             return lot.file, lot.take(count)
 
@@ -115,8 +125,9 @@ class Arena:
 class Window:
     """The receiver's view of a neighbour's arena."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, secret: str) -> None:
+        self._files = f"/proc/{pid}/fd"
+        self._name = f"/memfd:offbeat-{secret} (deleted)"
         self._seen: dict[int, mmap.mmap] = {}
 
     def look(self, file: int, count: int) -> Tensor:
@@ -125,8 +136,19 @@ class Window:
             raise ValueError(f"file {file!r} is not in shared memory")
         memory = self._seen.get(file)
         if memory is None or len(memory) < _PAGE + count:
-            with open(f"/proc/{self._pid}/fd/{file}", "r+b") as opened:
-                memory = self._seen[file] = mmap.mmap(opened.fileno(), 0)
+            memory = self._seen[file] = self._open(file)
+        if memory[0] != 1 or len(memory) < _PAGE + count:
+            raise ValueError(f"file {file} holds no message of {count} bytes")
         view = np.frombuffer(memory, dtype=np.uint8, offset=_PAGE, count=count)
         weakref.finalize(view, memory.__setitem__, 0, 0).atexit = False
         return torch.from_numpy(view)
+
+    def _open(self, file: int) -> mmap.mmap:
+        """Refuses whatever is not a lot of this neighbour's arena, before it is opened."""
+        path = f"{self._files}/{file}"
+        if os.readlink(path) != self._name:
+            raise ValueError(f"file {file} of the sender is not shared memory of this connection")
+        with open(path, "r+b") as opened:
+            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError(f"file {file} of the sender could become shorter while it is read")
+            return mmap.mmap(opened.fileno(), 0)
