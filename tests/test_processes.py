@@ -17,6 +17,7 @@ import torch
 import jobs
 import offbeat
 from helpers import assert_same_bits, trainer_for
+from offbeat.engines import world
 from offbeat.engines.setup import describe
 from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLost
 from offbeat.faults import Faults
@@ -302,3 +303,33 @@ def test_ctrl_c_ends_all_processes(script: Path, tmp_path: Path, ended_by: int) 
         run.send_signal(ended_by)
         assert run.wait(timeout=60) != 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.parametrize("ends", ["board", "edges"])
+def test_a_thread_that_has_not_ended_never_outlives_the_interpreter(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request to a busy store once held one: the process aborted after all its work was done."""
+
+    class Slow:
+        failure = None
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def stop(self) -> None: ...
+
+        def join(self) -> bool:
+            return self.name != ends
+
+        def close(self, wait_s: float = 0.0) -> bool:
+            return self.name != ends
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(world, "OPEN", [(Slow("board"), Slow("edges"))])
+    monkeypatch.setattr(world, "_end_at_once", end)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    with pytest.raises(SystemExit, match="0"):
+        world._leave()

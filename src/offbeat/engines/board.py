@@ -222,8 +222,10 @@ class Board:
     def stop(self) -> None:
         self._stop.set()
 
-    def join(self) -> None:
+    def join(self) -> bool:
+        """Whether its thread has ended; a request to a slow store may still hold it."""
         self._thread.join(4 * _POLL_S)
+        return not self._thread.is_alive()
 
     def _watch(self) -> None:
         store: Store = self._store.clone()  # type: ignore[attr-defined]

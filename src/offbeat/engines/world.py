@@ -76,8 +76,8 @@ def _leave() -> None:
     for board, edges in OPEN:
         say_goodbye(board, edges)
     for board, edges in OPEN:
-        board.join()
-        if not edges.close(wait_s=600.0):
+        ended = board.join()
+        if not edges.close(wait_s=600.0) or not ended:
             _end_at_once(0)  # others take longer than that, and need nothing from this one
     groups.leave()
 
