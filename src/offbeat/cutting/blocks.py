@@ -148,7 +148,8 @@ class _Body:
         parameters, buffers = dict(state["_parameters"]), state["_buffers"]
         for key, parameter in state["_parameters"].items():
             early = id(parameter) in self._ends.early_weights
-            if parameter is not None and early != self._first:
+            tied = early and id(parameter) in self._ends.late_weights
+            if parameter is not None and early != self._first and not tied:
                 stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 state[key] = stand_in.expand(parameters.pop(key).shape)
         # Else the very dict: a forward that assigns a buffer anew assigns the model's.

@@ -5,7 +5,7 @@ nothing else, is refused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
 from offbeat.stages.trial import call, same_values, switch_mode
@@ -28,6 +27,8 @@ class Ends:
     """Of the list of blocks."""
     early_weights: set[int] = field(default_factory=set)
     """What the hidden state at the first block depends on."""
+    late_weights: set[int] = field(default_factory=set)
+    """What is used from the first block on, of all that is known to be; some is early, too."""
     early_modules: set[int] = field(default_factory=set)
     """Those that have run to their end before the first block."""
     early_buffers: set[int] = field(default_factory=set)
@@ -48,9 +49,9 @@ def find_ends(model: nn.Module, path: str, x: Nest) -> Ends:
     watch = _Watch(model, path, buffers)
     with torch.enable_grad(), _train_all(model), switch_mode(model, training=True):
         with watch.attached(), buffers.attached():
-            call(model, x)
+            output = call(model, x)
         watch.ends.early_weights = _weights_behind(watch.hidden, list(model.parameters()))
-    watch.sharing().refuse_tied_ends()
+        watch.note_late_weights(output)
     watch.check_chain()
     buffers.divide(watch.ends)
     return watch.ends
@@ -144,15 +145,15 @@ class _Watch:
         if not self._calls:
             self.ends.early_modules.add(id(module))
 
-    def sharing(self) -> Sharing:
-        """Who uses the early weights: 0, what comes before the blocks, and 1, what comes later."""
-        sharing = Sharing(self._model)
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if id(parameter) in self.ends.early_weights:
-                sharing.note(parameter, 0, name)
-                if id(self._model.get_submodule(name.rpartition(".")[0])) in self._late_modules:
-                    sharing.note(parameter, 1, name)
-        return sharing
+    def note_late_weights(self, output: Nest) -> None:
+        """Those of modules that were called late, and those that the output depends on."""
+        late = (m for m in self._model.modules() if id(m) in self._late_modules)
+        weights = {id(p) for module in late for p in module.parameters(recurse=False)}
+        floating = [t.sum().float() for t in nest.tensors(output) if t.is_floating_point()]
+        with suppress(ConfigurationError):  # blocks may have checkpoints
+            total = torch.stack(floating).sum() if floating else None
+            weights |= _weights_behind(total, list(self._model.parameters()))
+        self.ends.late_weights = weights
 
     def check_chain(self) -> None:
         """Refuses blocks that do not take what the one before returned, and else the same."""

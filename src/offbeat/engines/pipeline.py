@@ -23,6 +23,7 @@ from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.fill import Fill
+from offbeat.stages.relay import Relay
 from offbeat.transport.base import Key
 
 
@@ -75,6 +76,8 @@ class Pipeline:
         placement = self.engine.placement
         self.first = batch
         self.cut = self.cut.decide(batch, self._balance)
+        if any(method.local_losses for method, _ in self._phases):
+            self._refuse_ties()
         self.cut.sharing().refuse_overlaps(
             in_turn=self.setup.is_synchronous and self.engine.runs_in_turn,
             copies=len(placement.replicas_here) > 1,
@@ -88,6 +91,16 @@ class Pipeline:
                 stage.corrector.refuse_unfit(max(lags), stage.optimizers)
         if self.when_built is not None:
             self.when_built()
+
+    def _refuse_ties(self) -> None:
+        for stage, module in enumerate(self.cut.modules):
+            if isinstance(module, Relay) and module.owned:
+                raise ConfigurationError(
+                    f"weight {module.owned[0]!r} of stage {stage} is used by later stages too, and"
+                    f" with losses of their own ({self.setup.course.method}) no gradient comes back"
+                    " from them. Give each stage a weight of its own: offbeat.untie(model); or"
+                    " choose another method."
+                )
 
     @property
     def _balance(self) -> Balance:
@@ -207,9 +220,11 @@ class Pipeline:
                 everyone = self.engine.share_tensors(own, stage)
                 values |= {id(e): v for e, v in zip(entries.values(), everyone, strict=True)}
             state = self.cut.model.state_dict(keep_vars=True)
+            copies: dict[int, Tensor] = {}  # what has two names is one here, too
             for name, entry in state.items():
                 if isinstance(entry, Tensor):
-                    state[name] = values.get(id(entry), entry).detach().clone()
+                    newest = values.get(id(entry), entry).detach()
+                    state[name] = copies.setdefault(id(entry), newest.clone())
         return state
 
     def load_weights(self, state: dict[str, Any]) -> None:
