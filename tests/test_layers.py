@@ -98,7 +98,7 @@ PRIVATES: dict[str, str] = {
     "cutting/ends.py: module._buffers": _BUFFERS,
     "stages/buffers.py: m._buffers": _BUFFERS,
     "stages/buffers.py: module._buffers": _BUFFERS,
-    "stages/buffers.py: self._modules[i]._buffers": _BUFFERS,
+    "stages/buffers.py: buffer._version": _VERSION,
     "stages/network.py: tensor._version": _VERSION,
     "stages/runner.py: tensor._version": _VERSION,
     "stages/versions.py: self.tensor._version": _VERSION,
