@@ -367,6 +367,36 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path, processes: int) -> None:
     assert torch.load(out / "model.pt", weights_only=True)
 
 
+_SIGNALLED_TWICE = """
+import os, signal, sys
+from pathlib import Path
+from offbeat.app import training
+from offbeat.app.experiment import Experiment
+
+class Watcher:
+    def begin(self, trainer, progress): ...
+    def evaluated(self, trainer, progress): ...
+    def step(self, trainer, progress):
+        if progress.step == 3:
+            signal.raise_signal(signal.SIGINT)
+    def end(self, status):  # the second one while the results are stored
+        signal.raise_signal(signal.SIGINT)
+
+settings = {"stages": "2", "method": "dsp", "epochs": "1000"}
+summary = training.run_experiment(Experiment.read(settings), Path(sys.argv[1]), lambda: [Watcher()])
+assert summary["status"] == "interrupted"
+"""
+
+
+def test_a_second_ctrl_c_while_results_are_stored_loses_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [sys.executable, "-c", _SIGNALLED_TWICE, str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Ctrl-C twice more stops at once") == 1
+    assert Run.load(out).summary["status"] == "interrupted"
+
+
 # ------------------------------------------------------------------ studies and reports
 
 

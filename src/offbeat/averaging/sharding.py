@@ -46,6 +46,8 @@ class Sampler:
     ) -> None:
         """``replica``: whose part; None for whole batches."""
         require_count("batch_size", batch_size)
+        if not isinstance(data, Sized):
+            require_count("data", data, most=2**62)
         self.epoch = 0
         self.replica = replica
         self._rows = data if isinstance(data, int) else len(data)

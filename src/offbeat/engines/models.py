@@ -6,7 +6,7 @@ get a class of their own meanwhile, which raises. So every way to read them is m
 model or of a single weight too, and the model itself stays as the user made it.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -60,9 +60,11 @@ class Models:
             setattr(copy, name, getattr(own, name))
 
     def load(self, state: dict[str, Any]) -> None:
+        _check_state(state, self.cuts[0].model)
+        with self.lent():
+            for model in self:
+                model.load_state_dict(state)
         self.show()
-        for model in self:
-            model.load_state_dict(state)
 
     # ---------------------------------------------------------------- what other processes train
 
@@ -90,6 +92,30 @@ class Models:
         finally:
             if hidden:
                 self.hide()
+
+
+def _check_state(state: dict[str, Any], model: nn.Module) -> None:
+    """Refuses, before anything is changed, what ``load_state_dict`` would."""
+    if not isinstance(state, Mapping):
+        raise ConfigurationError(f"{state!r} is no state: give what state_dict() returned.")
+    own = model.state_dict(keep_vars=True)
+    for name in [*own, *state]:
+        ours, theirs = own.get(name), state.get(name)
+        if not isinstance(ours, Tensor) and name in own and name in state:
+            continue  # what a module keeps besides tensors
+        if not isinstance(theirs, Tensor) or ours is None or ours.shape != theirs.shape:
+            here, there = _describe(own, name), _describe(state, name)
+            raise ConfigurationError(
+                f"load_state_dict: {name!r} is {there} in the state and {here} in this model. Give"
+                " a state of the same model; nothing was loaded."
+            )
+
+
+def _describe(state: Mapping[str, Any], name: str) -> str:
+    value = state.get(name)
+    if isinstance(value, Tensor):
+        return f"a tensor of {tuple(value.shape)}"
+    return f"a {type(value).__name__}" if name in state else "missing"
 
 
 def _pair(own: Iterable[Any], copies: Iterable[Any], flag: str) -> Iterator[tuple[Any, Any, str]]:

@@ -25,7 +25,7 @@ from offbeat.elastic.survivors import connect_replicas
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
-from offbeat.engines.feed import checksum_of
+from offbeat.engines.feed import checksum_of, pairs_of
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup, describe
 from offbeat.engines.world import (
@@ -224,7 +224,7 @@ class Processes(Engine):
             yield from itertools.repeat((None, None), length)
             return
         whole = not is_sharded(loader)
-        for x, y in loader:
+        for x, y in pairs_of(loader, "batches"):
             if whole and self.replicas > 1:
                 x, y = (shards_of(part, self.replicas)[self.replica] for part in (x, y))
             yield x if first else None, y if first or last or all_need_targets else None

@@ -111,6 +111,11 @@ class Network:
         with watched:
             output, work.loss = self.run(batch, work, work.leaves)
         work.outputs = nest.tensors(output)
+        if work.loss is not None and not work.loss.requires_grad:
+            raise StageError(
+                "the loss does not depend on the output of the model, or on nothing in it that is"
+                " trained: compute it from the output, without detach(), item() or no_grad()."
+            )
         if self.rule in ("stash", "current") and not self.habits.inspected:
             self.saved.look_at(work.outputs)
         return output, work.loss
