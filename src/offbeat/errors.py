@@ -11,6 +11,7 @@
     ├── IncompleteModel      weights were read that another process trains  (also a RuntimeError)
     ├── WorkerLost           another process failed or went silent  (also a RuntimeError)
     ├── CheckpointError      a checkpoint cannot be written, read or resumed  (also a RuntimeError)
+    ├── StorageError         any other file cannot be written  (also an OSError)
     └── MissingExtra         an optional package is not installed  (also an ImportError)
 
 Every message names the value, the rule and the next step.
@@ -66,6 +67,14 @@ class WorkerLost(OffbeatError, RuntimeError):
 
 class CheckpointError(OffbeatError, RuntimeError):
     """A checkpoint cannot be written, read or resumed from. The run itself is intact."""
+
+
+class StorageError(OffbeatError, OSError):
+    """A file cannot be written; what was there before is as it was. ``errno``: why."""
+
+    def __init__(self, words: str, errno: int | None = None) -> None:
+        super().__init__(words)
+        self.errno = errno
 
 
 class MissingExtra(OffbeatError, ImportError):

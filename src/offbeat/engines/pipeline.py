@@ -212,9 +212,12 @@ class Pipeline:
                 everyone = self.engine.share_tensors(own, stage)
                 values |= {id(e): v for e, v in zip(entries.values(), everyone, strict=True)}
             state = self.cut.model.state_dict(keep_vars=True)
+            copies: dict[int, Tensor] = {}  # weights with two names have one copy, too
             for name, entry in state.items():
                 if isinstance(entry, Tensor):
-                    state[name] = values.get(id(entry), entry).detach().clone()
+                    if id(entry) not in copies:
+                        copies[id(entry)] = values.get(id(entry), entry).detach().clone()
+                    state[name] = copies[id(entry)]
         return state
 
     def gather(self) -> nn.Module:
