@@ -191,7 +191,7 @@ def test_launch_returns_results_and_raises_the_first_error() -> None:
     with pytest.raises(ValueError, match="a planned mistake") as caught:
         offbeat.launch(jobs.raise_on, 2, 1, timeout_s=60)
     assert caught.value.__notes__ == ["offbeat: raised in rank 1 of launch()."]
-    with pytest.raises(ConfigurationError, match="give at least 1"):
+    with pytest.raises(ConfigurationError, match="at least 1"):
         offbeat.launch(jobs.ping, 0, 7)
 
 

@@ -47,6 +47,8 @@ class Sampler:
     ) -> None:
         """``part``: which of so many; of one, batches are whole."""
         require_count("batch_size", batch_size)
+        if not isinstance(data, Sized):
+            require_count("data", data, most=2**62)
         self.epoch = 0
         self.is_whole = parts == 1
         self._parts, self._part = parts, part

@@ -76,6 +76,7 @@ def join(pipeline: Pipeline) -> None:
         everyone = zip(*(other["workers"] for other in given), strict=True)
         for worker, of_worker in zip(engine.workers, everyone, strict=True):
             _take_over(pipeline, worker, of_worker)
+        pipeline.models.hide()
 
 
 def _take_over(pipeline: Pipeline, worker: Worker, given: Sequence[State]) -> None:

@@ -25,7 +25,7 @@ from offbeat.elastic.survivors import connect_replicas
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
-from offbeat.engines.feed import checksum_of
+from offbeat.engines.feed import checksum_of, pairs_of
 from offbeat.engines.placement import Placement
 from offbeat.engines.serial import choose_updates_last
 from offbeat.engines.setup import Setup, describe
@@ -235,7 +235,7 @@ class Processes(Engine):
             yield from itertools.repeat((None, None), length)
             return
         whole = not is_sharded(loader)
-        for x, y in loader:
+        for x, y in pairs_of(loader, "batches"):
             if whole:
                 x, y = (
                     shards_of(part, placement.replicas, placement.rows)[placement.share]
