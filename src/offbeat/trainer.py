@@ -241,6 +241,21 @@ class Trainer(Status):
         """Loads weights of the unsplit model; in one process also the way on after an error."""
         self._pipeline.load_weights(state)
 
+    def gather(self) -> nn.Module:
+        """Makes :attr:`model` whole until the next step or flush, and returns it.
+
+        All processes call it. Only then may weights of stages that others train be read there.
+        """
+        self._refuse_if_stopped()
+        return self._pipeline.gather()
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Lets rank 0 write a model of transformers by its own method; all processes call it.
+
+        What it writes is what :meth:`state_dict` returns.
+        """
+        self._pipeline.save_pretrained(Path(folder))
+
     # ---------------------------------------------------------------- checkpoints
 
     def save(

@@ -6,19 +6,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from offbeat.app.build import build, check_batches, data_of, device_of
 from offbeat.app.experiment import Experiment
 from offbeat.app.progress import Progress, Recorder, Saver, Watcher
 from offbeat.app.results import describe_run, summarize_run
-from offbeat.app.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
+from offbeat.app.runs import CHECKPOINTS, LEDGER, READINGS, RunWriter
+from offbeat.checkpoints import save_weights
+from offbeat.errors import StorageError
 from offbeat.methods.auto import show_on
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, Loader
@@ -85,7 +87,8 @@ def _run(
         for watcher in shown:
             watcher.end(status)
         if status == "failed" and writer is not None:
-            recorder.end(progress, status)
+            with suppress(StorageError):  # which may be what ended it
+                recorder.end(progress, status)
             writer.close()
     # A hybrid clips first by stage and then by model, which no count tells apart.
     clip = experiment.clip if experiment.hybrid is None else None
@@ -93,11 +96,11 @@ def _run(
     readings = trainer.readings  # everything that all processes must be asked for, then the files
     summary = {"status": status} | summarize_run(trainer, ledger, progress, recorder.time_s, clip)
     if writer is not None:
-        recorder.end(progress, status)
-        torch.save(state, writer.folder / MODEL)
-        if len(readings):
-            readings.save(writer.folder / READINGS)
-        writer.finish(summary, ledger.tail(4000))  # for a timeline; the summary has all counted
+        end = partial(recorder.end, progress, status)
+        outcome: dict[str, Any] = {f"model.{experiment.model_file}": partial(save_weights, state)}
+        outcome |= {READINGS: readings.save} if len(readings) else {}
+        outcome |= {LEDGER: ledger.tail(4000).save}  # for a timeline; the summary has all counted
+        writer.finish(outcome, end, summary)
     return summary
 
 

@@ -15,7 +15,6 @@ from offbeat.checkpoints.facts import compare_facts, compare_models, describe_mo
 from offbeat.checkpoints.folder import (
     DATA,
     FORMAT,
-    MODEL,
     Found,
     candidates,
     file_of,
@@ -158,7 +157,7 @@ class Archive:
         shared = [DATA] if manifest.get("data") else []
         if manifest.get("kind") == "drained":
             stages = range(int(manifest.get("stages", 0)))
-            return [MODEL, *(file_of(0, stage) for stage in stages), *shared]
+            return [drained.model_of(manifest), *(file_of(0, stage) for stage in stages), *shared]
         facts = facts_of(self._pipeline)
         if any(manifest.get(name) != facts[name] for name in ("processes", "stages", "replicas")):
             return shared  # refused later, in words of its own

@@ -107,6 +107,7 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
         for worker, state in zip(engine.workers, states, strict=True):
             pipeline.follow(worker, *state["began_at"])
             _restore_worker(worker, state, device, shift_s)
+    pipeline.models.hide()
     engine.ledger.go_on_from(process["ledger"].numpy().tobytes(), shift_s)
     engine.readings.go_on_from(process["readings"].numpy().tobytes())
     engine.updates.go_on_from(process["updates"].numpy().tobytes())

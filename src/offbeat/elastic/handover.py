@@ -77,6 +77,7 @@ def join(pipeline: Pipeline) -> None:
         }
         worker.stage.restore(state["stage"] | means)
         worker.averager.restore(state["averager"])
+        pipeline.models.hide()
 
 
 def _mean(nests: Sequence[Nest]) -> Nest:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from offbeat.elastic.restarts import STAGES, return_number
 from offbeat.errors import WorkerLost
+from offbeat.records import disk
 from offbeat.transport import groups
 
 
@@ -43,9 +44,7 @@ def main() -> None:
     except BaseException as caught:
         sys.last_value = error = caught
         traceback.print_exc()
-    aside = folder / f"aside-{rank}"
-    aside.write_bytes(_safe((time.time(), error, value)))
-    aside.rename(folder / f"result-{rank}")
+    disk.write(folder / f"result-{rank}", [_safe((time.time(), error, value))])
     sys.exit(0 if error is None else 1)
 
 

@@ -19,6 +19,7 @@ from offbeat.elastic.restarts import RESTARTS, Child, Restarts
 from offbeat.engines.checks import checked_timeout
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.methods.base import require_count
+from offbeat.records import disk
 
 try:  # functions of a notebook can only be sent by value, which plain pickle does not do
     from cloudpickle import dumps
@@ -62,7 +63,7 @@ def launch(
     store = _local_store()
     with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
         folder = Path(name)
-        (folder / "call").write_bytes(_pickled(function, args))
+        disk.write(folder / "call", [_pickled(function, args)])
         more = {RESTARTS: "1"} if restart else {}
         start = partial(_start, processes, store.port, threads, folder)
         children = [start(rank, more) for rank in range(processes)]
