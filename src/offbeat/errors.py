@@ -8,6 +8,7 @@
     ├── StageError           a stage did something its rule cannot support  (also a RuntimeError)
     ├── GuardError           a guard ended the run: not finite, too stale  (also a RuntimeError)
     ├── StoppedError         an earlier error ended this run  (also a RuntimeError)
+    ├── IncompleteModel      weights were read that another process trains  (also a RuntimeError)
     ├── WorkerLost           another process failed or went silent  (also a RuntimeError)
     ├── CheckpointError      a checkpoint cannot be written, read or resumed  (also a RuntimeError)
     ├── StorageError         any other file cannot be written  (also an OSError)
@@ -50,6 +51,10 @@ class GuardError(OffbeatError, RuntimeError):
 
 class StoppedError(OffbeatError, RuntimeError):
     """An earlier error left stages at different batches, so the run cannot go on."""
+
+
+class IncompleteModel(OffbeatError, RuntimeError):
+    """Values of the model were read that another process trains, and that are old in this one."""
 
 
 class WorkerLost(OffbeatError, RuntimeError):
