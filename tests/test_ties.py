@@ -27,7 +27,7 @@ from helpers import (
 from offbeat import nest
 from offbeat.averaging import LocalSGD
 from offbeat.checkpoints import tensorfile
-from offbeat.errors import ConfigurationError, StageError
+from offbeat.errors import ConfigurationError, IncompleteModel, StageError
 from offbeat.methods import (
     ADL,
     DGL,
@@ -355,6 +355,9 @@ def ends_in_rows(
         data = batches(8, torch.float32)
         for x, y in trainer.batches(data[:4]):
             trainer.step(x, y)
+        if trainer.rank % (len(cuts) + 1):  # it has been lent the weight, which is stage 0's
+            with pytest.raises(IncompleteModel, match="belongs to stage 0"):
+                trainer.model.get_parameter("0.weight").sum()
         value = trainer.evaluate(data[:2]).loss
         for x, y in trainer.batches(data[4:]):
             trainer.step(x, y)
