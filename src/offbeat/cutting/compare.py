@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from offbeat import nest
 from offbeat.cutting.sharing import Sharing
-from offbeat.errors import ConfigurationError, OffbeatError
+from offbeat.errors import ConfigurationError, OffbeatError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.trial import Whole, leave_untouched, outputs_of, same_values, switch_mode
 
@@ -73,6 +73,10 @@ def explain_failure(model: nn.Module, name: str) -> Iterator[None]:
     """Gives words to whatever the pieces of a model raise and the whole does not."""
     try:
         yield
+    except StageError as error:
+        raise ConfigurationError(
+            f"cut at {name}, this {type(model).__name__} cannot run in stages: {error}"
+        ) from error
     except OffbeatError:
         raise
     except Exception as error:
