@@ -800,7 +800,7 @@ class CallsTwice(Tower):
     ("kind", "words"),
     [
         (Divides, "Divides cannot run in stages: parameter 'inlet.weight'.* behind the blocks"),
-        (Looks, "what block 0 returned is not only given to the next blocks"),
+        (Looks, "used behind the blocks, where only that of the last one is known"),
         (CallsTwice, "'inlet.weight' is used before the blocks and once they have begun.*Untie"),
     ],
 )

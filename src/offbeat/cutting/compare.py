@@ -41,12 +41,29 @@ def _refuse_other_outputs(
         with switch_mode(model, training=training):
             whole = outputs_of([Whole(model)], batch)[-1]
             with explain_failure(model, name):
-                cut = outputs_of(stages, batch)[-1]
+                cut = _output_of(model, stages, batch)
         if not same_values(cut, whole):
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"
                 f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
             )
+
+
+def _output_of(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> Nest:
+    """What the last stage returns when each has its own weights alone, as in processes."""
+    value = nest.replace(batch, lambda t: t.clone())
+    with leave_untouched(stages):
+        for stage in stages:
+            own = {id(parameter) for parameter in stage.parameters()}
+            others = [(p, p.data) for p in model.parameters() if id(p) not in own]
+            try:
+                for parameter, values in others:
+                    parameter.data = values.new_zeros(()).expand(values.shape)
+                value = nest.replace(stage(value), lambda t: t.clone())  # it may hand on a weight
+            finally:
+                for parameter, values in others:
+                    parameter.data = values
+    return value
 
 
 def _refuse_other_gradients(
