@@ -49,6 +49,12 @@ def take(stage: "Stage") -> StageState:
     if not stage.habits.rebuildable and any(work.outputs for work in stage.flights.works()):
         _refuse_hidden_state(stage, memory)
         stage.habits.rebuildable = True
+    if any(work.drawn is not None for work in stage.flights.works()):
+        raise CheckpointError(
+            f"stage {stage.index}: a batch in flight was the first to draw from Python's or NumPy's"
+            " random numbers, and what it drew cannot be stored. Save with drain=True, or a few"
+            " steps later."
+        )
     flights = [_flight_state(stage, flight, memory) for flight in stage.flights.in_air.values()]
     return {
         "version": stage.version,
