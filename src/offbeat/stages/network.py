@@ -91,7 +91,7 @@ class Network:
             output = self._call(given, work.inputs or nest.tensors(given))
             if not isinstance(output, Tensor):
                 self._refuse_hidden_tensors(output)
-            return output, self._compute_loss(output, work)
+            return output, self._compute_loss(output, given, work.target)
 
     @contextmanager
     def _keyed(self, batch: int, work: Work) -> Iterator[None]:
@@ -175,12 +175,12 @@ class Network:
             self.habits.inputs_changed = changed
         return output
 
-    def _compute_loss(self, output: Nest, work: Work) -> Tensor | None:
+    def _compute_loss(self, output: Nest, given: Nest, target: Nest) -> Tensor | None:
         if self._loss is None or (self.head is not None and not self.local_loss):
             return None
         behind = {tensor.grad_fn for tensor in nest.tensors(output)}  # it may write in place
         try:
-            loss = self._loss(output if self.head is None else self.head(output), work.target)
+            loss = self._loss(output if self.head is None else self.head(output), target)
         except IncompleteModel as error:
             raise self._beyond("a weight or buffer of another stage") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -191,7 +191,7 @@ class Network:
             )
         for leaf in leaves_of(loss, behind):
             if id(leaf) not in self._own:
-                self._refuse_beyond(leaf, [*work.inputs, *nest.tensors(work.target)])
+                self._refuse_beyond(leaf, nest.tensors([given, target]))
         return loss
 
     def _refuse_beyond(self, leaf: Tensor, arguments: Iterable[Tensor]) -> None:
@@ -206,9 +206,9 @@ class Network:
         return StageError(
             f"the loss depends on {what}, which is no weight of stage {self.index}, where the loss"
             " is computed: its gradient would be lost, or come at another time than its own"
-            " stage's. A penalty on weights: the optimizer's weight_decay. Features of other stages:"
-            " let the model return them with its output. Weights of the loss itself: put them into"
-            " the last stage, or call requires_grad_(False) if they are not trained."
+            " stage's. A penalty on weights: take the optimizer's weight_decay. Features of other"
+            " stages: let the model return them with its output. Weights of the loss itself: put"
+            " them into the last stage, or call requires_grad_(False) if they are not trained."
         )
 
     def predict(self, given: Nest, state: dict[str, Tensor]) -> Nest:

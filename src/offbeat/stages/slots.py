@@ -184,8 +184,9 @@ def kind_of(values: Nest) -> Kind:
 
 
 def uneven(network: Network, parameter: nn.Parameter) -> StageError:
+    name = network.names[id(parameter)]
     return StageError(
-        f"stage {network.index}: {network.names[id(parameter)]} has a gradient in some batches and none in others, but a"
+        f"stage {network.index}: {name} has a gradient in some batches and none in others, but a"
         " recorded update steps the same weights every time. Use engine='serial', or let every"
         " batch use every weight."
     )

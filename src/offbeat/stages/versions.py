@@ -16,7 +16,7 @@ the old one (:func:`move_to_fresh_storage`): a copy per version, never per batch
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,14 +215,10 @@ class _Inspection(TorchDispatchMode):
         return result
 
 
-def nodes_of(ends: Iterable[Tensor], behind: Collection[Node | None] = ()) -> Iterator[Node]:
-    """The graph that led to these tensors, up to the nodes that lie ``behind`` it.
-
-    Every node once, always in the same order.
-    """
-    last = (end.grad_fn for end in ends)
-    nodes = [node for node in last if node is not None and node not in behind]
-    seen = {*nodes, *behind}
+def nodes_of(ends: Iterable[Tensor]) -> Iterator[Node]:
+    """The graph that led to these tensors: every node once, always in the same order."""
+    nodes = [end.grad_fn for end in ends if end.grad_fn is not None]
+    seen = set(nodes)
     while nodes:
         node = nodes.pop()
         yield node
@@ -231,11 +227,23 @@ def nodes_of(ends: Iterable[Tensor], behind: Collection[Node | None] = ()) -> It
         nodes += after
 
 
-def leaves_of(end: Tensor, behind: Collection[Node | None]) -> Iterator[Tensor]:
-    """What a gradient of ``end`` would be gathered in, up to the nodes that lie ``behind`` it."""
-    for node in nodes_of([end], behind):
-        if isinstance(node, torch._C._functions.AccumulateGrad):
-            yield node.variable
+def leaves_of(end: Tensor, behind: Iterable[Node | None]) -> list[Tensor]:
+    """What a gradient of ``end`` would be gathered in, up to the nodes that lie ``behind`` it.
+
+    It is asked of every loss, so it is written to be quick.
+    """
+    seen, nodes, leaves = {None, *behind}, [end.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        assert node is not None
+        if after := node.next_functions:
+            nodes += [n for n, _ in after]
+        elif node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+    return leaves
 
 
 def address_of(tensor: Tensor) -> int:
