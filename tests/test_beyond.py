@@ -151,6 +151,41 @@ def test_targets_and_a_model_that_returns_its_loss_are_arguments() -> None:
     trainer.flush()
 
 
+class Kept(nn.Module):
+    """Sends what an earlier stage has computed along with what it computes itself."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, given: Any) -> Any:
+        hidden, *features = given if isinstance(given, tuple) else (given,)
+        return self.layers(hidden), *(features or [hidden])
+
+
+def test_features_and_weights_of_the_loss_train_where_the_message_says() -> None:
+    def build() -> list[nn.Module]:
+        layers = list(mlp())
+        stages: list[nn.Module] = [nn.Sequential(*layers[:2])]
+        return [*stages, Kept(*layers[2:4]), Kept(*layers[4:], nn.Linear(4, 4).double())]
+
+    def loss(output: Any, y: Tensor) -> Tensor:
+        logits, features = output
+        value: Tensor = cross_entropy(logits, y) + 1e-2 * features.square().mean()
+        return value
+
+    plain = nn.Sequential(*build())
+    steps = OPTIMIZERS["momentum"](plain.parameters())
+    for x, y in vector_batches(7):
+        steps.zero_grad()
+        loss(plain(x), y).backward()
+        steps.step()
+    trainer = offbeat.Trainer(build(), loss=loss, optimizer=OPTIMIZERS["momentum"])
+    for x, y in vector_batches(7):
+        trainer.step(x, y)
+    assert_same_bits(trainer.state_dict(), plain.state_dict())
+
+
 def penalty_in_processes() -> None:
     model = mlp()
     run(model, penalty_on_all(model), StaleWeights())
