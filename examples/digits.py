@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drawing import draw_curves, draw_timelines
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from offbeat import ADL, DSP, Phases, PipeDream, StaleWeights, Synchronous, Trainer
-from offbeat.app.report import draw_curves, draw_timelines, in_turn
+from offbeat.app.report import in_turn
 from offbeat.methods import Method
 from offbeat.schedules.timeline import Timeline, timeline
 from offbeat.zoo import batches, digits, digits_cnn

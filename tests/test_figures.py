@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawing import draw_curves, draw_timelines
 
-from offbeat.app.report import draw_curves, draw_timelines, in_turn
-from offbeat.errors import ConfigurationError, OffbeatError
+from offbeat.app.report import draw_study, in_turn
+from offbeat.app.study import Cell
+from offbeat.errors import ConfigurationError, MissingExtra
 from offbeat.methods import ADL, DSP, Method, PipeDream, StaleWeights, Synchronous
 from offbeat.schedules.timeline import Timeline, timeline
 
@@ -105,31 +107,39 @@ def test_more_runs_than_colours_can_be_drawn() -> None:
     assert len(figure.axes[0].lines) == 12
 
 
-@pytest.mark.parametrize("draw", [draw_timelines, draw_curves])
-def test_nothing_to_draw_is_refused(draw: Any) -> None:
-    with pytest.raises(ConfigurationError, match="nothing to draw"):
-        draw({})
+CELLS = [
+    Cell("synchronous", 1, (0,), (0.9, 0.92), ()),
+    Cell("dsp", 2, (1, 0), (0.88, 0.9), (-0.02, -0.02)),
+    Cell("dsp", 4, (3, 2, 1, 0), (0.8, 0.84), (-0.1, -0.08)),
+]
 
 
-@pytest.mark.parametrize("draw", [draw_timelines, draw_curves])
+def test_a_study_is_a_line_per_method_over_lag_with_every_seed_as_a_dot() -> None:
+    figure = draw_study(CELLS, percent=True)
+    plain, means, *seeds = figure.axes[0].lines
+    assert plain.get_ydata() == pytest.approx([91, 91])
+    assert means.get_xydata() == pytest.approx(np.array([[1, 89], [3, 82]]))
+    ends = [np.asarray(dots.get_ydata()) for dots in seeds]
+    assert ends == [pytest.approx([88, 90]), pytest.approx([80, 84])]
+    assert is_png(figure)
+
+
 def test_missing_matplotlib_is_answered_with_what_to_install(
-    draw: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    given = {"BP": timeline(Synchronous(), 2)} if draw is draw_timelines else {"BP": [(1, 0.5)]}
-    with pytest.raises(OffbeatError, match=r"pip install matplotlib"):
-        draw(given)
+    with pytest.raises(MissingExtra, match=r"pip install matplotlib"):
+        draw_study(CELLS, percent=True)
 
 
 def test_drawing_never_imports_pyplot_and_importing_never_matplotlib() -> None:
     program = """
 import io, sys
-from offbeat.app.report import draw_curves, draw_timelines
-from offbeat.methods import Synchronous
-from offbeat.schedules.timeline import timeline
+from offbeat.app.report import draw_study
+from offbeat.app.study import Cell
 assert "matplotlib" not in sys.modules
-draw_curves({"BP": [(1, 0.5)]}).savefig(io.BytesIO(), format="png")
-draw_timelines({"BP": timeline(Synchronous(), 2)}).savefig(io.BytesIO(), format="png")
+cells = [Cell("synchronous", 1, (0,), (0.9,), ())]
+draw_study(cells, percent=True).savefig(io.BytesIO(), format="png")
 assert "matplotlib.figure" in sys.modules
 assert "matplotlib.pyplot" not in sys.modules
 """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.engines.feed import check_devices, rows_of
+from offbeat.engines.feed import check_devices, pairs_of, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
 from offbeat.stages.network import Loss, precision
@@ -87,7 +87,7 @@ def evaluate(
         model.eval()
         states = pipeline.replicas.states(first=first)
         shown = engine.shown_workers()
-        for number, (x, y) in enumerate(loader):
+        for number, (x, y) in enumerate(pairs_of(loader, "evaluate")):
             check_devices(nest.tensors([x, y]), setup.device)
             output = None
             for worker in shown:
