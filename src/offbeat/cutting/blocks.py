@@ -17,6 +17,7 @@ which the suffix uses nothing of the prefix; ``compare.py`` refuses others.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from offbeat.cutting.cut import Balance, Cut, Wish, check_places
 from offbeat.cutting.ends import Ends, find_ends, hidden_of
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
+from offbeat.stages.attributes import GONE, Change
 from offbeat.stages.trial import call, leave_untouched
 
 
@@ -83,6 +85,12 @@ class BlocksCut(Cut):
         stages = _stages_of(self.model, ends, [int(place) for place in places])
         compare_with_whole(self.model, stages, batch, self.path, lend)
         return replace(self, places=places, modules=tuple(stages))
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        for stage in self.modules:
+            if isinstance(stage, (_First, _Last)):
+                for change in changes:
+                    stage.body.follow(change)
 
 
 def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str) -> str:
@@ -159,7 +167,8 @@ class _Body:
             buffers = {}
         children = state["_modules"].items()
         modules = {k: None if child is None else self._copy(child, copies) for k, child in children}
-        frame = object.__new__(type(module))
+        frame: nn.Module = object.__new__(type(module))
+        state = {name: _rebound(name, value, module, frame) for name, value in state.items()}
         frame.__dict__.update(state, _parameters=parameters, _buffers=buffers, _modules=modules)
         copies[id(module)] = frame
         self._frames.append((module, frame, id(module) in self._ends.early_modules))
@@ -170,9 +179,44 @@ class _Body:
         self.follow_modes(asleep=not self._first)
         return call(self.module, x)
 
+    def follow(self, change: Change) -> None:
+        """Hooks and whatever else lies deeper are the model's own."""
+        for module, frame, _ in self._frames:
+            held = frame.__dict__
+            own = not change.part and change.name != "training"
+            if module is change.module and own and change.name == "forward":
+                raise ConfigurationError(
+                    f"{change} was replaced after this {type(self.module).__name__} was cut, and"
+                    " what it sets, such as mixed precision, may not reach other stages. Build a"
+                    " new Trainer, which compares; mixed precision is"
+                    " Trainer(autocast=torch.bfloat16). The batch was not started."
+                )
+            if module is change.module and (own or (change.part, change.name in held) == _BUFFER):
+                held.pop(change.name, None)
+                if change.now is not GONE:
+                    held[change.name] = _rebound(change.name, change.now, module, frame)
+
     def follow_modes(self, *, asleep: bool) -> None:
         for module, frame, early in self._frames:  # train() and eval() are called on the original
             frame.training = module.training and not (asleep and early)
+
+
+_BUFFER = ("_buffers", True)
+"""Where a change is, and whether the frame has it as a plain attribute."""
+
+
+def _rebound(name: str, value: Any, module: nn.Module, frame: nn.Module) -> Any:
+    """An attribute of a module as its frame has it: a method put on the instance is the frame's."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, frame)
+    if name == "forward":
+        raise ConfigurationError(
+            f"the forward of a {type(module).__name__} was replaced on the instance, by a"
+            f" {type(value).__name__} that would run the whole model in every stage. Replace it by"
+            " types.MethodType(function, module) or in its class; mixed precision is"
+            " Trainer(autocast=torch.bfloat16), with the model as it was before."
+        )
+    return value
 
 
 class _First(nn.Module):
@@ -181,12 +225,12 @@ class _First(nn.Module):
     def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         until = nn.ModuleList([*blocks, _Door(_leave)])
-        self._body = _Body(model, ends, until, first=True)
-        self.frame = self._body.module
+        self.body = _Body(model, ends, until, first=True)
+        self.frame = self.body.module
 
     def forward(self, x: Nest) -> Nest:
         try:
-            self._body(x)
+            self.body(x)
         except _Reached as reached:
             (hidden, *rest), settings = reached.args
             return {"x": x, "hidden": hidden, "rest": rest, "settings": settings}
@@ -216,16 +260,16 @@ class _Last(_Middle):
 
     def __init__(self, model: nn.Module, ends: Ends, blocks: Sequence[nn.Module]) -> None:
         super().__init__(blocks)
-        self._body = _Body(model, ends, nn.ModuleList([_Door(self._hand_out)]), first=False)
-        self.frame = self._body.module
+        self.body = _Body(model, ends, nn.ModuleList([_Door(self._hand_out)]), first=False)
+        self.frame = self.body.module
         self._output: Any = None
 
     def forward(self, given: Nest) -> Nest:
         self._output = self._run(given)
-        return self._body(given["x"])
+        return self.body(given["x"])
 
     def _hand_out(self, *_: Any, **__: Any) -> Any:
         """What the last block has returned, where the model's forward would call the blocks."""
-        self._body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
+        self.body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
         output, self._output = self._output, None
         return output

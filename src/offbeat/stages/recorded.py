@@ -19,7 +19,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.nest import Nest, is_dense
+from offbeat.stages.attributes import Attributes, hook_of
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight
 from offbeat.stages.gathered import (
@@ -193,7 +194,7 @@ class Recorded:
         self.gathered.add(self.back if self.records else None)
         sent = deliver(slot.sent, note.places)
         slot.landed = self._mark(self.back)
-        self.free[slot.kind].append(slot)
+        self._release(slot)
         return sent
 
     def _mark(self, lane: Lane) -> Instant | None:
@@ -229,7 +230,12 @@ class Recorded:
         try:
             if self._stage.habits.draws:
                 raise NotRecordable("random numbers of Python or NumPy: a replay would not draw")
+            if (hook := hook_of(self._stage.modules)) is not None:
+                raise NotRecordable(f"the hook {hook}: a replay would not call it")
+            attributes = Attributes(self._stage.modules)
             slot = self._record_slot(kind, given, target)
+            if changes := attributes.changes():
+                raise NotRecordable(f"attribute {changes[0]}, which a replay would not change")
         except NotRecordable as error:
             self._stop_recording(error)
             return None
@@ -337,10 +343,26 @@ class Recorded:
     def discard(self) -> None:
         for flight in self._stage.flights.in_air.values():
             if (slot := _slot_of(flight)) is not None:
-                self.free[slot.kind].append(slot)
+                self._release(slot)
         self.lanes.addresses.clear()
         self.gathered.count = 0
         self.recorded_update.forget()  # optimizers may have got another state
+
+    def _release(self, slot: Slot) -> None:
+        if slot.fits:
+            self.free[slot.kind].append(slot)
+
+    def look_again(self) -> None:
+        for flight in self._stage.flights.in_air.values():
+            if (slot := _slot_of(flight)) is None:
+                continue
+            slot.fits = False  # a graph that is there stays what it is
+            if self._stage.rule == "recompute":
+                flight.work, flight.note = slot.work_again(), replace(flight.note, slot=None)
+        self._seen.clear()
+        self.free.clear()
+        if not self.gathered.count:
+            self._forget_recordings()
 
     def before_snapshot(self) -> None:
         self.show_gradients()
