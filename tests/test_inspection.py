@@ -168,7 +168,7 @@ def test_generators_of_python_and_numpy_are_left_to_the_script_where_no_stage_dr
     assert drawn == [expected]
 
 
-# ------------------------------------------------------------------ attributes that a script changes
+# ------------------------------------------------------------------ what a script changes
 
 
 class Block(nn.Module):
@@ -339,11 +339,12 @@ def test_what_is_put_on_a_sequential_later_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="stages call its layers.*on layers"):
             made.step(x, y)
     made = trainer_for(mlp(dtype=torch.float32), cuts=[2])
-    made.model.append(nn.Linear(4, 4))
+    made.model.add_module("7", nn.Linear(4, 4))
     with pytest.raises(ConfigurationError, match="^7 was replaced after this trainer began"):
         made.step(x, y)
     whole, cut = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    put_double(whole), put_double(cut)
+    for model in (whole, cut):
+        put_double(model)
     states = [
         with_change(model, lambda _: None, **settings)[0]
         for model, settings in ((whole, {"stages": 1}), (cut, {"cuts": ["2", "4"]}))
@@ -371,7 +372,8 @@ def test_a_forward_that_is_no_method_of_the_model_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="forward was replaced after.*was cut.*autocast="):
         made.step(*BATCHES[0])
     whole, cut = Tower(), Tower()
-    put_double(whole), put_double(cut)
+    for model in (whole, cut):
+        put_double(model)
     states = [with_change(m, lambda _: None, stages=n)[0] for m, n in ((whole, 1), (cut, 3))]
     assert_same_bits(states[1], states[0])
 

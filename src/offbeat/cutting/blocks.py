@@ -184,25 +184,23 @@ class _Body:
         for module, frame, _ in self._frames:
             held = frame.__dict__
             own = not change.part and change.name != "training"
-            if module is change.module and own and change.name == "forward":
+            buffer = change.part == "_buffers" and change.name in held
+            if module is not change.module or not (own or buffer):
+                continue
+            if change.name == "forward":
                 raise ConfigurationError(
                     f"{change} was replaced after this {type(self.module).__name__} was cut, and"
                     " what it sets, such as mixed precision, may not reach other stages. Build a"
                     " new Trainer, which compares; mixed precision is"
                     " Trainer(autocast=torch.bfloat16). The batch was not started."
                 )
-            if module is change.module and (own or (change.part, change.name in held) == _BUFFER):
-                held.pop(change.name, None)
-                if change.now is not GONE:
-                    held[change.name] = _rebound(change.name, change.now, module, frame)
+            held.pop(change.name, None)
+            if change.now is not GONE:
+                held[change.name] = _rebound(change.name, change.now, module, frame)
 
     def follow_modes(self, *, asleep: bool) -> None:
         for module, frame, early in self._frames:  # train() and eval() are called on the original
             frame.training = module.training and not (asleep and early)
-
-
-_BUFFER = ("_buffers", True)
-"""Where a change is, and whether the frame has it as a plain attribute."""
 
 
 def _rebound(name: str, value: Any, module: nn.Module, frame: nn.Module) -> Any:

@@ -45,7 +45,8 @@ def _refuse_other_outputs(
         if not same_values(cut, whole):
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"
-                f" piece {'in training' if training else 'in evaluation'}. {_reason(model, _UNSEEN)}"
+                f" piece {'in training' if training else 'in evaluation'}."
+                f" {_reason(model, _UNSEEN)}"
             )
 
 

@@ -83,6 +83,7 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
+        self._flat: list[Any] = []
         self._walk()
 
     def changes(self) -> list[Change]:
@@ -95,17 +96,24 @@ class Attributes:
         if self._is_same(flat):
             return
         if len(flat) == len(self._flat):
-            moved = map(is_not, flat, self._flat)
-            pairs = (pair for pair, is_new in zip(zip(flat, self._flat), moved) if is_new)
-            if all(isinstance(v, (*_PLAIN, Tensor)) for pair in pairs for v in pair):
+            moved = [pair for pair in zip(flat, self._flat, strict=True) if is_not(*pair)]
+            if all(isinstance(value, (*_PLAIN, Tensor)) for pair in moved for value in pair):
                 self._flat = flat
                 return
         self._walk()
 
     def set(self, change: Change) -> None:
-        """Changes what is a copy of these modules likewise."""
-        holder = self._holders[change.holder]
-        holder.values[change.name] = change.now
+        """Changes these modules likewise, of which the others are a copy."""
+        values = self._holders[change.holder].values
+        if change.now is GONE:
+            del values[change.name]
+        else:
+            values[change.name] = change.now
+
+    def put_back(self) -> None:
+        """Undoes all changes of attributes."""
+        for change in self.changes():
+            self.set(change._replace(now=change.before))
 
     def _now(self) -> list[Any]:
         return list(chain.from_iterable(self._views))
@@ -117,10 +125,13 @@ class Attributes:
     def _differences(self) -> Iterator[Change]:
         values = iter(self._flat)
         for number, (holder, names) in enumerate(zip(self._holders, self._names, strict=True)):
-            before, now = dict(zip(names, islice(values, len(names)))), holder.items
+            before = dict(zip(names, islice(values, len(names)), strict=True))
+            now = holder.items
             for name in {**before, **now}:
                 one, other = before.get(name, GONE), now.get(name, GONE)
-                seen = not holder.numbers or isinstance(one, _NUMBERS) or isinstance(other, _NUMBERS)
+                seen = (
+                    not holder.numbers or isinstance(one, _NUMBERS) or isinstance(other, _NUMBERS)
+                )
                 if seen and not _are_same(one, other):
                     yield Change(number, holder.module, holder.part, holder.path, name, one, other)
 
@@ -145,13 +156,15 @@ class Attributes:
             part, path = holder.part or str(name), f"{holder.path}.{name}".lstrip(".")
             if name in _OF_STATE:
                 continue
-            if isinstance(value, (dict, list)):
-                inner = _Holder(holder.module, part, path, value, holder.numbers)
-                self._enter(inner, depth + 1)
-            elif isinstance(getattr(value, "__dict__", None), dict):
-                if not isinstance(value, _OTHERS):
-                    inner = _Holder(holder.module, part, path, vars(value), numbers=True)
-                    self._enter(inner, depth + 1)
+            inner = value if isinstance(value, (dict, list)) else _settings_of(value)
+            if inner is not None:
+                numbers = holder.numbers or inner is not value
+                self._enter(_Holder(holder.module, part, path, inner, numbers), depth + 1)
+
+
+def _settings_of(value: Any) -> dict[str, Any] | None:
+    held = getattr(value, "__dict__", None)
+    return held if isinstance(held, dict) and not isinstance(value, _OTHERS) else None
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -172,6 +185,8 @@ def hook_of(modules: Iterable[nn.Module]) -> str | None:
     for root in modules:
         for path, module in root.named_modules():
             for hook in chain.from_iterable(vars(module)[name].values() for name in sorted(HOOKS)):
-                if not str(getattr(hook, "__module__", "") or type(hook).__module__).startswith("torch."):
+                if not str(getattr(hook, "__module__", "") or type(hook).__module__).startswith(
+                    "torch."
+                ):
                     return f"{getattr(hook, '__qualname__', type(hook).__qualname__)} on {path!r}"
     return None

@@ -12,7 +12,7 @@ from offbeat.errors import StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.rng import HostState, host_replayed, seed_for, seeded
-from offbeat.stages.attributes import Change
+from offbeat.stages.attributes import HOOKS, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
@@ -71,8 +71,9 @@ class Network:
         self.habits.forget()
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
             self.habits.inspected = False
-            if isinstance(self._compiled, Compiled):
-                self._compiled = Compiled(self.index, self.module)
+        # Compiled code asks for attributes itself, and never for hooks.
+        if isinstance(self._compiled, Compiled) and any(c.part in HOOKS for c in changes):
+            self._compiled = Compiled(self.index, self.module)
 
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool

@@ -235,6 +235,7 @@ class Recorded:
             attributes = Attributes(self._stage.modules)
             slot = self._record_slot(kind, given, target)
             if changes := attributes.changes():
+                attributes.put_back()
                 raise NotRecordable(f"attribute {changes[0]}, which a replay would not change")
         except NotRecordable as error:
             self._stop_recording(error)
@@ -279,7 +280,8 @@ class Recorded:
         warnings.warn(
             f"stage {self._stage.index} runs unrecorded, on its own stream but without CUDA graphs,"
             f" because of {error}. To record it, remove what makes the CPU wait for the GPU (such"
-            " as .item(), or a shape that depends on values), and draw random numbers on the GPU.",
+            " as .item(), or a shape that depends on values) and what only the CPU does (random"
+            " numbers, hooks, attributes that a forward changes).",
             stacklevel=2,
         )
 
@@ -361,7 +363,7 @@ class Recorded:
                 flight.work, flight.note = slot.work_again(), replace(flight.note, slot=None)
         self._seen.clear()
         self.free.clear()
-        if not self.gathered.count:
+        if not self._taken and not self.gathered.count:  # else gradients go where they went
             self._forget_recordings()
 
     def before_snapshot(self) -> None:
