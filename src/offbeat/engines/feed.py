@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat import nest
 from offbeat.averaging.sharding import shards_of
-from offbeat.engines.shares import Portion, counts_of, portions, rows_of
+from offbeat.engines.shares import Portion, counts_of, portions, refuse_empty, rows_of
 from offbeat.engines.worker import Target
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
@@ -60,6 +60,7 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
         )
     if placement.holds_first and (parts > 1 or pipeline.setup.replicas > 1):
         shards = [shard._replace(counts=_counts(pipeline, shard, parts)) for shard in shards]
+        refuse_empty(pipeline, [shard.counts for shard in shards])
     return shards
 
 

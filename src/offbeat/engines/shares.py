@@ -137,17 +137,16 @@ def portions(
 
     Where replicas average gradients, a part's factor goes by the total over all of them.
     """
-    averaging, step = pipeline.setup.averaging, pipeline.position.step
     totals = [sum(of_replica) for of_replica in counts]
     here, everywhere = sum(totals), totals
-    together = averaging is not None and averaging.averages_gradients(step)
+    together = _are_averaged(pipeline)
     if together and kind != "rows" and len(counts) < pipeline.engine.placement.replicas:
         (total,) = totals
         everywhere = _totals_of_all(pipeline, total)
+        refuse_nothing(sum(everywhere))
     found = []
     for own, total in zip(counts, totals, strict=True):
         over, among = (sum(everywhere), len(everywhere)) if together else (total, 1)
-        refuse_nothing(over)
         scales = [count * among / over for count in own]
         if pipeline.method.sums_gradients:
             scales = [float(count > 0) for count in own]
@@ -155,6 +154,22 @@ def portions(
         rows = zip(scales, shares, own, strict=True)
         found.append([Portion(*row, kind) for row in rows])
     return found
+
+
+def _are_averaged(pipeline: "Pipeline") -> bool:
+    """Whether the gradients of this batch are averaged over all replicas."""
+    averaging = pipeline.setup.averaging
+    return averaging is not None and averaging.averages_gradients(pipeline.position.step)
+
+
+def refuse_empty(pipeline: "Pipeline", counts: Sequence[Sequence[float]]) -> None:
+    """Refuses a batch, or a replica's part of it, in which nothing counts, if that can be known."""
+    totals = [sum(of_replica) for of_replica in counts]
+    if not _are_averaged(pipeline):
+        for total in totals:
+            refuse_nothing(total)
+    elif len(counts) == pipeline.engine.placement.replicas:
+        refuse_nothing(sum(totals))
 
 
 def refuse_nothing(total: float) -> None:

@@ -136,7 +136,12 @@ class Recorded:
         places = self.lanes.addresses.take(stage.index, flight.batch)
         if places is None:
             places = [None] * len(nest.tensors(given))
-        kind = (kind_of(given), kind_of(target), scale == 1.0, stage.module.training)
+        kind = (
+            kind_of(given),
+            kind_of(target),
+            stage.fill.micro_batches == 1,
+            stage.module.training,
+        )
         slot = self._slot_for(kind, given, target)
         flight.note = _Note(kind, places, slot)
         if slot is None:

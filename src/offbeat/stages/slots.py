@@ -30,8 +30,8 @@ from offbeat.stages.runner import copied_into
 from offbeat.stages.versions import Graph, Saved, SavedActivation, weights_set_to
 
 Kind = tuple[Any, ...]
-"""What has to be the same for a recording to fit: shapes, layouts, the mode, and whether the loss's
-gradient has a factor, which is read from memory."""
+"""What has to be the same for a recording to fit: shapes, layouts, the mode, and whether a batch is
+one part, so that the loss's gradient has no factor. Another is read from memory."""
 
 
 class Slot:
