@@ -56,6 +56,7 @@ from offbeat.stages.gathered import counts_on_device
 from offbeat.stages.lanes import Lanes, NotRecordable
 from offbeat.stages.network import Network
 from offbeat.stages.recorded import Recorded
+from offbeat.stages.slots import Slot
 from offbeat.stages.stage import Stage
 from offbeat.transport.memory import Memory
 
@@ -151,7 +152,13 @@ class PretendedRecording:
         self._built_in = self._numbers()
 
     def _numbers(self) -> Any:
-        """What a real recording has built in: an update's lag, momentum, rate, and addresses."""
+        """What a real recording has built in: an update's lag, momentum, rate, and addresses; the
+        factor on a loss's gradient, unless it is read from memory.
+        """
+        slot = getattr(self._function, "__self__", None)
+        if isinstance(slot, Slot) and self._function == slot.run_backward:
+            work = slot._takeoff
+            return work.scale if work.scale_at is None else None
         stage = self._lane.stage
         assert stage is not None
         if self._function != runner_of(stage).show_and_step:
