@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from offbeat.checkpoints import load_weights
+
 SETTINGS = "--model digits-cnn --data digits --method stale-weights --stages 2 --lr 0.02"
 
 
@@ -28,7 +30,7 @@ def run(words: list[str]) -> None:
 
 def compare(one: Path, other: Path) -> int:
     """How many of the weights' bits differ between two stored runs."""
-    ours, theirs = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
+    ours, theirs = (load_weights(folder / "model.safetensors") for folder in (one, other))
     assert list(ours) == list(theirs)
     return sum(
         int((ours[name].view(torch.uint8) != theirs[name].view(torch.uint8)).sum())

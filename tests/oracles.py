@@ -342,6 +342,95 @@ def local_losses(
     return [stage.final() for stage in copies]
 
 
+# ------------------------------------------------------------------ models in one piece
+
+Apply = Callable[[nn.Module, object], object]
+"""How a model is called with the inputs of a batch."""
+
+
+class _Slices:
+    """A copy of a model in one piece, and all the versions of each stage's share of its weights."""
+
+    def __init__(
+        self, model: nn.Module, stages: Sequence[Sequence[str]], optimizer: MakeOptimizer
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.stages = [[(name, self.model.get_parameter(name)) for name in s] for s in stages]
+        self._optimizers = [optimizer([p for _, p in own]) if own else None for own in self.stages]
+        self.versions: list[list[list[Tensor]]] = [[] for _ in stages]
+        self._remember()
+
+    def _remember(self) -> None:
+        for versions, own in zip(self.versions, self.stages, strict=True):
+            versions.append([p.detach().clone() for _, p in own])
+
+    def leaves(self, numbers: Sequence[int]) -> list[list[Tensor]]:
+        """The weights of each stage in that version of it, as leaves of a new graph."""
+        return [
+            [w.clone().requires_grad_(p.requires_grad) for w, (_, p) in zip(v[n], own, strict=True)]
+            for v, n, own in zip(self.versions, numbers, self.stages, strict=True)
+        ]
+
+    def forward(self, weights: Sequence[Sequence[Tensor]], apply: Apply, x: object) -> object:
+        """The whole model as a function of any weights."""
+        named = {
+            name: w
+            for own, values in zip(self.stages, weights, strict=True)
+            for (name, _), w in zip(own, values, strict=True)
+        }
+        call = _Call(self.model, apply)
+        return torch.func.functional_call(call, {f"model.{n}": w for n, w in named.items()}, (x,))
+
+    def update(self, weights: Sequence[Sequence[Tensor]]) -> None:
+        """One step of every stage's optimizer with the gradients that these leaves have got."""
+        for own, values, optimizer in zip(self.stages, weights, self._optimizers, strict=True):
+            for (_, p), w in zip(own, values, strict=True):
+                p.grad = w.grad
+            if optimizer is not None:
+                optimizer.step()
+        self._remember()
+
+
+class _Call(nn.Module):
+    def __init__(self, model: nn.Module, apply: Apply) -> None:
+        super().__init__()
+        self.model, self.apply_model = model, apply
+
+    def forward(self, x: object) -> object:
+        return self.apply_model(self.model, x)
+
+
+def whole(
+    rule: str,
+    model: nn.Module,
+    stages: Sequence[Sequence[str]],
+    batches: Sequence[tuple[object, object]],
+    loss: Callable[..., Tensor],
+    optimizer: MakeOptimizer,
+    lags: Sequence[int],
+    apply: Apply,
+) -> nn.Module:
+    """``stash`` and ``current`` for any model, which is never cut: the trained copy.
+
+    ``stages`` are names of parameters. The forward of batch i is one call of the whole model at the
+    point (.., W_k[max(0, i - m_k)], ..), and its graph is that of the composed stages. Under
+    "stash" the gradient is taken there. Under "current" the leaves are overwritten with W_k[i]
+    before the backward: what autograd saved of a weight is that weight's memory, so products with
+    weights see the newest, while activations stay as they were.
+    """
+    slices = _Slices(model, stages, optimizer)
+    for i, (x, y) in enumerate(batches):
+        weights = slices.leaves([max(0, i - lag) for lag in lags])
+        error = loss(slices.forward(weights, apply, x), y)
+        if rule == "current":
+            for values, versions in zip(weights, slices.versions, strict=True):
+                for leaf, newest in zip(values, versions[i], strict=True):
+                    leaf.data.copy_(newest)  # autograd's own version check does not see .data
+        error.backward()
+        slices.update(weights)
+    return slices.model
+
+
 def level_of_staleness(stages: int, accumulate: int) -> list[list[int]]:
     """ADL's d_{k,j} = ceil((2(K-1-k) - j) / M), not below 0: one row per stage, j = 0..M-1.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.app.report.timelines import planned_entries
-from offbeat.app.runs import SUMMARY, Run, RunWriter
+from offbeat.app.runs import LEDGER, SUMMARY, Run, RunWriter
 from offbeat.methods import Method, method_named
 from offbeat.records.ledger import Ledger, lags_of
 from offbeat.schedules.timeline import Costs, timeline
@@ -92,7 +92,7 @@ def made_run(
         "waits": dict.fromkeys(places, wait) if replicas > 1 else {},
         "busy_share": [0.5, 0.25, 0.75, 1.0],
     }
-    writer.finish(summary, ledger)
+    writer.finish({LEDGER: ledger.save}, lambda: None, summary)
     return Run.load(folder)
 
 

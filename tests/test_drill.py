@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drill_job import FAULTS, make_plans
 from helpers import assert_same_bits
 from offbeat.app.runs import Run
+from offbeat.checkpoints import load_weights
 from test_kills import children_of, environment
 
 EPOCHS = 3
@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def assert_same_run(ours: Run, theirs: Run) -> None:
     """The same weights, metrics and lags; only times may differ."""
-    states = [torch.load(run.folder / "model.pt", weights_only=True) for run in (ours, theirs)]
+    states = [load_weights(run.folder / "model.safetensors") for run in (ours, theirs)]
     assert_same_bits(*states)
     times = {"time_s", "rows_per_s"}
     ours_lines, theirs_lines = (

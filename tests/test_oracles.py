@@ -157,6 +157,22 @@ def test_method_equals_its_oracle(name: str, stages: int, optimizer: str) -> Non
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("rule", ["stash", "current"])
+def test_the_oracle_of_models_in_one_piece_is_that_of_their_stages(rule: str) -> None:
+    network, inputs, classes = oracles.random_network(5, 3)
+    batches = oracles.random_batches(5, 8, 6, inputs, classes, last_rows=4)
+    loss, lags = nn.functional.cross_entropy, [4, 2, 0]
+    expected = getattr(oracles, rule)(network, batches, loss, OPTIMIZERS["momentum"], lags)
+    model = nn.Sequential(*network)
+    names = [[f"{k}.{n}" for n, _ in stage.named_parameters()] for k, stage in enumerate(network)]
+    found = oracles.whole(
+        rule, model, names, batches, loss, OPTIMIZERS["momentum"], lags, lambda model, x: model(x)
+    )
+    theirs = [values for stage in expected for values in stage]
+    for ours, values in zip(found.parameters(), theirs, strict=True):
+        torch.testing.assert_close(ours.detach(), values, rtol=0, atol=1e-12)
+
+
 def test_every_method_has_an_oracle() -> None:
     tested = {type(case.method(2)) for case in CASES.values()} | {DGL}
     missing = [kind.name for kind in METHODS if kind not in tested]

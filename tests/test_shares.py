@@ -288,15 +288,16 @@ PROCESSES: list[dict[str, Any]] = [
     {"method": ADL(2), "replicas": 1},
     {"method": GPipe(2), "replicas": 2, "averaging": AllReduce()},
     {"method": ADL(2), "replicas": 2, "averaging": DaSGD(every=2, delay=1)},
+    {"method": GPipe(2), "replicas": 4, "averaging": AllReduce()},
 ]
 
 
 @pytest.mark.timeout(120)
 def test_processes_give_the_bits_of_one() -> None:
     """Gaps among the tokens, an empty part and, with two replicas, numbers between processes."""
-    for replicas in (1, 2):
+    for processes, replicas in ((2, 1), (4, 2), (2, 4)):
         settings = [each for each in PROCESSES if each["replicas"] == replicas]
-        found = offbeat.launch(jobs.train_weighted, 2 * replicas, settings, timeout_s=100)
+        found = offbeat.launch(jobs.train_weighted, processes, settings, timeout_s=100)
         for place, each in enumerate(settings):
             alone = jobs.train_weighted([each])[0]
             for of_rank in found:

@@ -8,6 +8,7 @@ not. ``benchmarks/one_gpu/bits.py`` makes the same comparison on a real one.
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -377,6 +378,17 @@ def test_dropout_draws_the_serial_numbers() -> None:
     ).double()  # fmt: skip
     for method in (StaleWeights(), DSP()):
         compare(model, vector_batches(20), method, cuts=[3, 6], seed=5)
+
+
+def test_draws_of_python_are_never_those_of_a_recording() -> None:
+    class Draws(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * random.random()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Draws(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    with pytest.warns(UserWarning, match="stage 0 runs unrecorded.*Python or NumPy.*on the GPU"):
+        compare(model, vector_batches(12), StaleWeights(), cuts=[1, 2])
 
 
 def test_phases_evaluation_and_flushes_between() -> None:

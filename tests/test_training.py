@@ -30,6 +30,7 @@ from offbeat.app.results import command_of
 from offbeat.app.runs import Run
 from offbeat.app.study import cells_of
 from offbeat.app.training import run_experiment
+from offbeat.checkpoints import load_weights
 from offbeat.records.readings import Readings
 from offbeat.registry import Choice
 from offbeat.trainer import Trainer
@@ -104,7 +105,7 @@ def test_a_run_stores_all_that_decided_it(tmp_path: Path) -> None:
     ledger = run.ledger()
     assert ledger is not None
     assert len(ledger) == 3 * 3 * 23
-    state = torch.load(run.folder / "model.pt", weights_only=True)
+    state = load_weights(run.folder / "model.safetensors")
     experiment = Experiment.read({"method": "stale-weights", "stages": 3, **_short()})
     fresh = build(experiment, data_named("digits"), 23)
     fresh.model.load_state_dict(state)
@@ -326,10 +327,10 @@ def test_rows_per_s_counts_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tmp_path / "run")
-    before = (run.folder / "model.pt").read_bytes()
+    before = (run.folder / "model.safetensors").read_bytes()
     assert offbeat_says("train", *SHORT, "--out", str(run.folder)) == 2
     assert "already holds a run" in capsys.readouterr().err
-    assert (run.folder / "model.pt").read_bytes() == before
+    assert (run.folder / "model.safetensors").read_bytes() == before
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert offbeat_says("train", *SHORT, "--out", str(blocked / "run")) == 2
@@ -364,7 +365,37 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path, processes: int) -> None:
     run = Run.load(out)
     assert run.summary["status"] == "interrupted"
     assert run.metrics[-1]["status"] == "interrupted"
-    assert torch.load(out / "model.pt", weights_only=True)
+    assert load_weights(out / "model.safetensors")
+
+
+_SIGNALLED_TWICE = """
+import os, signal, sys
+from pathlib import Path
+from offbeat.app import training
+from offbeat.app.experiment import Experiment
+
+class Watcher:
+    def begin(self, trainer, progress): ...
+    def evaluated(self, trainer, progress): ...
+    def step(self, trainer, progress):
+        if progress.step == 3:
+            signal.raise_signal(signal.SIGINT)
+    def end(self, status):  # the second one while the results are stored
+        signal.raise_signal(signal.SIGINT)
+
+settings = {"stages": "2", "method": "dsp", "epochs": "1000"}
+summary = training.run_experiment(Experiment.read(settings), Path(sys.argv[1]), lambda: [Watcher()])
+assert summary["status"] == "interrupted"
+"""
+
+
+def test_a_second_ctrl_c_while_results_are_stored_loses_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [sys.executable, "-c", _SIGNALLED_TWICE, str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Ctrl-C twice more stops at once") == 1
+    assert Run.load(out).summary["status"] == "interrupted"
 
 
 # ------------------------------------------------------------------ studies and reports

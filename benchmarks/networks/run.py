@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from offbeat.checkpoints import load_weights
+
 LINES = {
     "LeNet-5": "--model lenet5 --data mnist --ppv 2 --lr 0.01 --batch-size 64",
     "AlexNet": "--model alexnet --data cifar10 --ppv 3 --lr 0.01 --weight-decay 5e-4"
@@ -42,7 +44,7 @@ def run(line: str, folder: Path, data: Path, steps: int, processes: int) -> dict
 
 
 def same_bits(one: Path, other: Path) -> bool:
-    ours, theirs = (torch.load(f / "model.pt", weights_only=True) for f in (one, other))
+    ours, theirs = (load_weights(f / "model.safetensors") for f in (one, other))
     return list(ours) == list(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 

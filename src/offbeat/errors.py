@@ -8,8 +8,10 @@
     ├── StageError           a stage did something its rule cannot support  (also a RuntimeError)
     ├── GuardError           a guard ended the run: not finite, too stale  (also a RuntimeError)
     ├── StoppedError         an earlier error ended this run  (also a RuntimeError)
+    ├── IncompleteModel      weights were read that another process trains  (also a RuntimeError)
     ├── WorkerLost           another process failed or went silent  (also a RuntimeError)
     ├── CheckpointError      a checkpoint cannot be written, read or resumed  (also a RuntimeError)
+    ├── StorageError         any other file cannot be written  (also an OSError)
     └── MissingExtra         an optional package is not installed  (also an ImportError)
 
 Every message names the value, the rule and the next step.
@@ -51,6 +53,10 @@ class StoppedError(OffbeatError, RuntimeError):
     """An earlier error left stages at different batches, so the run cannot go on."""
 
 
+class IncompleteModel(OffbeatError, RuntimeError):
+    """Values of the model were read that another process trains, and that are old in this one."""
+
+
 class WorkerLost(OffbeatError, RuntimeError):
     """Another process failed, died or was silent for too long; ``rank``: of a broken connection."""
 
@@ -61,6 +67,14 @@ class WorkerLost(OffbeatError, RuntimeError):
 
 class CheckpointError(OffbeatError, RuntimeError):
     """A checkpoint cannot be written, read or resumed from. The run itself is intact."""
+
+
+class StorageError(OffbeatError, OSError):
+    """A file cannot be written; what was there before is as it was. ``errno``: why."""
+
+    def __init__(self, words: str, errno: int | None = None) -> None:
+        super().__init__(words)
+        self.errno = errno
 
 
 class MissingExtra(OffbeatError, ImportError):

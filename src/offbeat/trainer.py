@@ -80,7 +80,7 @@ class Trainer(Status):
     ``guards``     what to do about gradients that are not finite or too stale: see
                    :class:`offbeat.guards.Guards`; by default the first loss that is not finite is
                    named in the log.
-    ``engine``     "serial": all stages in this process; "processes": one stage in each process that
+    ``engine``     "serial": all stages in this process; "processes": some in each process that
                    torchrun started; by default whichever the script was started for. "streams":
                    all stages in this process, side by side on one GPU, as CUDA graphs.
     ``compile``    runs every stage through ``torch.compile``.
@@ -89,10 +89,10 @@ class Trainer(Status):
                    (in processes that nobody ends when one of them dies: see docs/replicas.md).
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
 
-    With one stage per process every process runs the same script, calls the same verbs and reads
-    the same ``ledger``, ``readings`` and ``updates``; all get the same answer. R replicas of K
-    stages are R x K processes; there ``step`` takes the part of the batch of this process's
-    replica, which :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part.
+    Several processes run the same script, call the same verbs and read the same ``ledger``,
+    ``readings`` and ``updates``; all get the same answer. Each holds stages of one replica, or
+    whole replicas; there ``step`` takes the part of the batch of this process's replicas, which
+    :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class Trainer(Status):
         if isinstance(model, nn.Module) and stages is None and cuts is None and ppv is None:
             checks.warn_of_one_stage(course.method, cut.stages)
         checks.check_factories(optimizer, scheduler)
+        checks.check_trainable(cut.model)
         setup = Setup(
             course=course,
             loss=checks.checked_loss(loss),
@@ -135,17 +136,17 @@ class Trainer(Status):
             scheduler=scheduler,
             clip=checks.checked_clip(clip),
             autocast=checks.checked_autocast(autocast),
-            compile=compile,
+            compile=checks.checked_switch("compile", compile),
             guards=checks.checked_guards(guards, course.schedules, course.method),
             monitor=checks.checked_monitor(monitor),
-            faults=faults,
+            faults=checks.checked_faults(faults),
             replicas=replicas,
             averaging=checks.checked_replicas(replicas, averaging),
             device=checks.device_of(cut.model),
             balance=balance,
         )
         self._engine = start_engine(engine, cut, setup, timeout, when_replica_dies)
-        seed = self._engine.agree(setup, cut, seed)
+        seed = self._engine.agree(setup, cut, checks.checked_seed(seed))
         if course.plan is not None and self.rank == 0:
             course.plan.announce()
         self._pipeline = Pipeline(setup, cut, self._engine, seed)
@@ -179,10 +180,10 @@ class Trainer(Status):
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
 
-        With one stage per process only the first and the last read data. Replicas in processes of
-        their own get their part of each batch. All processes must have as many batches, which is
-        checked before the first. In a process that takes the place of one that died they begin
-        where the others are (see :attr:`behind`).
+        Of several processes only those of the first and the last stage read data. Replicas in
+        processes of their own get their part of each batch. All processes must have as many
+        batches, which is checked before the first. In a process that takes the place of one that
+        died they begin where the others are (see :attr:`behind`).
         """
         yield from self._catching_up.rest_of(self._pipeline.batches(loader))
 
@@ -206,7 +207,8 @@ class Trainer(Status):
             seed=seed,
             drop_last=drop_last,
             replicas=self.replicas,
-            replica=self._engine.placement.own_replica,
+            parts=self._engine.placement.rows,
+            part=self._engine.placement.share,
         )
 
     def stop_together(self, asked: bool, steps_per_s: float = 0.0) -> bool:
@@ -224,7 +226,6 @@ class Trainer(Status):
     ) -> Evaluation:
         """Loss and accuracy of the newest weights, undrained; ``of`` replicas their mean or one."""
         self._refuse_if_stopped()
-        checks.check_loader(loader)
         if of not in ("average", "replica"):
             raise unknown("of", of, ("average", "replica"))
         return evaluation.evaluate(self._pipeline, loader, first=of == "replica")
@@ -247,6 +248,21 @@ class Trainer(Status):
         """Loads weights of the unsplit model; in one process also the way on after an error."""
         self._pipeline.load_weights(state)
 
+    def gather(self) -> nn.Module:
+        """Makes :attr:`model` whole until the next step or flush, and returns it.
+
+        All processes call it. Only then may weights of stages that others train be read there.
+        """
+        self._refuse_if_stopped()
+        return self._pipeline.gather()
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Lets rank 0 write a model of transformers by its own method; all processes call it.
+
+        What it writes is what :meth:`state_dict` returns.
+        """
+        self._pipeline.save_pretrained(Path(folder))
+
     # ---------------------------------------------------------------- checkpoints
 
     def save(
@@ -267,7 +283,9 @@ class Trainer(Status):
         :meth:`finish_saving` says so. Returns its path.
         """
         self._refuse_if_stopped()
-        return self._archive.save(Path(folder), drain=drain, keep=keep, wait=wait, data=data)
+        return self._archive.save(
+            checks.checked_folder(folder), drain=drain, keep=keep, wait=wait, data=data
+        )
 
     def finish_saving(self) -> None:
         """Waits until the last checkpoint is on disk; raises if it could not be written."""
@@ -280,7 +298,7 @@ class Trainer(Status):
         over with a warning. ``data``: a loader, set to the position that was saved with it. The
         result has the number of steps taken, 0 if the folder is empty: a script may begin with it.
         """
-        return self._archive.resume(Path(folder), data)
+        return self._archive.resume(checks.checked_folder(folder), data)
 
     def _refuse_if_stopped(self) -> None:
         self._catching_up.refuse_if_behind()

@@ -18,6 +18,7 @@ from offbeat.registry import Choice, spell, split_choices
 
 Optimizer = Literal["sgd", "adam", "adamw", "muon"]
 Decay = Literal["constant", "cosine", "linear", "step", "one-cycle"]
+ModelFile = Literal["safetensors", "pt"]
 Role = Literal["recipe", "run", "machine", "upkeep"]
 """What a setting is part of:
 
@@ -125,6 +126,10 @@ class Experiment:
     evaluate_every: int = _setting("Epochs between evaluations.", 1, least=1)
     save_every: int | None = _upkeep("Steps between checkpoints, for --resume.", None, least=1)
     keep: int = _upkeep("How many checkpoints stay on disk.", 3, least=1)
+    model_file: ModelFile = _upkeep(
+        "The final weights: safetensors, which everybody reads, or pt, by torch.save.",
+        "safetensors",
+    )
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":

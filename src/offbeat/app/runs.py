@@ -6,9 +6,11 @@ A folder holds
     metrics.jsonl   one JSON object per line, in the order in which things happened
     ledger.jsonl    the last actions of every stage: what a timeline is drawn from
     summary.json    the end: scores, lags, memory, waits; also after Ctrl-C
-    model.pt        the final weights, names of the unsplit model
+    model.safetensors  the final weights, names of the unsplit model; model.pt if asked for
     readings.jsonl  what monitors read, where the run had any
     checkpoints/    where ``--resume`` goes on, if any were saved
+
+Every file is whole: one that cannot be written leaves what was there, and says so.
 
 ``metrics.jsonl`` has lines of three kinds, each with ``kind``, ``step``, ``epoch`` and ``time_s``
 (seconds since the start): ``step`` (``loss``, ``rows_per_s``, ``lr``), ``evaluation`` (``loss``,
@@ -16,17 +18,19 @@ A folder holds
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, StorageError
+from offbeat.records import disk
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 
 CONFIG, METRICS, LEDGER = "config.json", "metrics.jsonl", "ledger.jsonl"
-SUMMARY, MODEL = "summary.json", "model.pt"
+SUMMARY, MODELS = "summary.json", ("model.safetensors", "model.pt")
 READINGS, CHECKPOINTS = "readings.jsonl", "checkpoints"
 
 
@@ -83,7 +87,7 @@ class RunWriter:
                 " (--out), go on with this one (--resume), or move it away."
             )
         if not (folder / CONFIG).exists():
-            for name in (METRICS, LEDGER, SUMMARY, MODEL, READINGS, CHECKPOINTS):
+            for name in (METRICS, LEDGER, SUMMARY, *MODELS, READINGS, CHECKPOINTS):
                 if (folder / name).exists():
                     raise ConfigurationError(
                         f"{folder} holds {name}, which is of no run and would be overwritten: give"
@@ -94,36 +98,57 @@ class RunWriter:
             if not (folder / CONFIG).exists():
                 _write_json(folder / CONFIG, config)
             (folder / SUMMARY).unlink(missing_ok=True)  # of an end that was not the last
-            self._metrics: TextIO = (folder / METRICS).open("a+", buffering=1)
+            self._metrics = disk.Growing(folder / METRICS)
             self.lines = _cut_after(self._metrics, keep_lines or 0)
+        except StorageError:
+            raise
         except OSError as error:
             raise ConfigurationError(
                 f"{folder} cannot be written to: {error.strerror}. Give another folder (--out)."
             ) from None
 
     def add(self, kind: str, **values: Any) -> None:
-        self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._metrics.add(f"{json.dumps({'kind': kind, **values})}\n".encode())
         self.lines += 1
 
-    def finish(self, summary: dict[str, Any], ledger: Ledger) -> None:
-        ledger.save(self.folder / LEDGER)
-        _write_json(self.folder / SUMMARY, summary)
+    def finish(
+        self,
+        outcome: Mapping[str, Callable[[Path], None]],
+        end: Callable[[], None],
+        summary: dict[str, Any],
+    ) -> None:
+        """Writes what came out, and the summary whatever else cannot be written.
+
+        ``outcome``: by name of file, who writes it. ``end``: adds the last line.
+        """
+        trouble: StorageError | None = None
+        files = (partial(write, self.folder / name) for name, write in outcome.items())
+        actions: list[Callable[[], None]] = [*files, end]
+        for action in actions:
+            try:
+                action()
+            except StorageError as error:
+                trouble = trouble or error
+        # A run that has not stored what came out is not finished: --resume stores it then.
+        _write_json(self.folder / SUMMARY, summary | ({"status": "failed"} if trouble else {}))
         self.close()
+        if trouble is not None:
+            raise trouble
 
     def close(self) -> None:
         self._metrics.close()
 
 
-def _cut_after(file: TextIO, lines: int) -> int:
+def _cut_after(file: disk.Growing, lines: int) -> int:
     """Cuts a file after so many lines; returns how many there were."""
-    file.seek(0)
-    count = sum(1 for _ in zip(range(lines), iter(file.readline, ""), strict=False))
-    file.truncate(file.tell())
-    return count
+    with file.path.open("rb") as reader:
+        kept = [len(line) for _, line in zip(range(lines), reader, strict=False)]
+    file.cut(sum(kept))
+    return len(kept)
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    disk.write(path, json.dumps(value, indent=1) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,23 +1,26 @@
 """Carrying out a run: what ``offbeat train`` and ``offbeat study`` do."""
 
+import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Self
 
 from offbeat.app.build import build, check_batches, data_of, device_of
 from offbeat.app.experiment import Experiment
 from offbeat.app.progress import Progress, Recorder, Saver, Watcher
 from offbeat.app.results import describe_run, summarize_run
-from offbeat.app.runs import CHECKPOINTS, MODEL, READINGS, RunWriter
+from offbeat.app.runs import CHECKPOINTS, LEDGER, READINGS, RunWriter
+from offbeat.checkpoints import save_weights
+from offbeat.errors import StorageError
 from offbeat.methods.auto import show_on
 from offbeat.trainer import Trainer
 from offbeat.zoo import Data, Loader
@@ -39,6 +42,17 @@ def run_experiment(
     resume: bool = False,
 ) -> dict[str, Any]:
     """Trains, stores all in ``folder``, returns the summary; ``resume``: from its checkpoint."""
+    with _Interrupts() as interrupts:
+        return _run(experiment, folder, watchers, resume, interrupts)
+
+
+def _run(
+    experiment: Experiment,
+    folder: Path,
+    watchers: Callable[[], list[Watcher]],
+    resume: bool,
+    interrupts: "_Interrupts",
+) -> dict[str, Any]:
     data = data_of(experiment)
     loader = data.loader(
         experiment.batch_size,
@@ -67,14 +81,14 @@ def run_experiment(
     try:
         for watcher in shown:
             watcher.begin(trainer, progress)
-        with _count_interrupts() as interrupted:
-            status = training.run(interrupted)
+        status = training.run(interrupts.begin())
         saver.finish(trainer)
     finally:
         for watcher in shown:
             watcher.end(status)
         if status == "failed" and writer is not None:
-            recorder.end(progress, status)
+            with suppress(StorageError):  # which may be what ended it
+                recorder.end(progress, status)
             writer.close()
     # A hybrid clips first by stage and then by model, which no count tells apart.
     clip = experiment.clip if experiment.hybrid is None else None
@@ -82,11 +96,11 @@ def run_experiment(
     readings = trainer.readings  # everything that all processes must be asked for, then the files
     summary = {"status": status} | summarize_run(trainer, ledger, progress, recorder.time_s, clip)
     if writer is not None:
-        recorder.end(progress, status)
-        torch.save(state, writer.folder / MODEL)
-        if len(readings):
-            readings.save(writer.folder / READINGS)
-        writer.finish(summary, ledger.tail(4000))  # for a timeline; the summary has all counted
+        end = partial(recorder.end, progress, status)
+        outcome: dict[str, Any] = {f"model.{experiment.model_file}": partial(save_weights, state)}
+        outcome |= {READINGS: readings.save} if len(readings) else {}
+        outcome |= {LEDGER: ledger.tail(4000).save}  # for a timeline; the summary has all counted
+        writer.finish(outcome, end, summary)
     return summary
 
 
@@ -173,30 +187,38 @@ class _Training:
             watcher.evaluated(self.trainer, self.progress)
 
 
-@contextmanager
-def _count_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C or SIGTERM asks a run to stop after a step; asked often enough it ends where it is."""
-    count = 0
+class _Interrupts:
+    """Ctrl-C or SIGTERM asks a run to stop after a step; asked often enough it ends where it is.
 
-    def ask(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count == 1:
-            print(
-                "stopping after this step (in all processes the same, within seconds); Ctrl-C twice"
-                " more stops at once and keeps nothing that is not saved yet",
-                file=sys.stderr,
-            )
-        if count == 3:  # not 2: a terminal and torchrun each send one of their own
-            raise KeyboardInterrupt
+    The same words hold until everything is stored: a second signal may come at any moment.
+    """
 
-    try:
-        before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: somebody else handles signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: count > 0
-    finally:
-        for each, handler in before.items():
+    def __init__(self) -> None:
+        self._count = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def begin(self) -> Callable[[], bool]:
+        """From here on signals are counted; the result says whether there was one."""
+        if threading.current_thread() is threading.main_thread():  # elsewhere others handle them
+            for each in (signal.SIGINT, signal.SIGTERM):
+                self._before[each] = signal.signal(each, self._ask)
+        return lambda: self._count > 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
             signal.signal(each, handler)
+
+    def _ask(self, *_: object) -> None:
+        self._count += 1
+        if self._count == 1:
+            # Not print: a signal during another's print is an error in Python.
+            os.write(
+                2,
+                b"stopping after this step (in all processes the same, within seconds); Ctrl-C"
+                b" twice more stops at once and keeps nothing that is not saved yet\n",
+            )
+        if self._count == 3:  # not 2: a terminal and torchrun each send one of their own
+            raise KeyboardInterrupt

@@ -15,7 +15,6 @@ from offbeat.checkpoints.facts import compare_facts, compare_models, describe_mo
 from offbeat.checkpoints.folder import (
     DATA,
     FORMAT,
-    MODEL,
     Found,
     candidates,
     file_of,
@@ -74,8 +73,11 @@ class Archive:
             pipeline.drain()
         # The last write first: two snapshots at once would double what is held in memory.
         self.wait()
-        ranks = drained.keepers(pipeline) if drain else list(range(self._engine.size))
-        files = drained.files_of(pipeline, ranks) if drain else exact.files_of(pipeline)
+        ranks = list(range(self._engine.size))
+        if drain:
+            replica = drained.keeper(pipeline)
+            ranks = self._engine.placement.row_of(replica)
+        files = drained.files_of(pipeline, replica) if drain else exact.files_of(pipeline)
         if data is not None and self._engine.rank == ranks[0]:
             # A copy: it is written while the loader goes on.
             files[DATA] = deepcopy(data.state_dict() if hasattr(data, "state_dict") else data)
@@ -158,7 +160,7 @@ class Archive:
         shared = [DATA] if manifest.get("data") else []
         if manifest.get("kind") == "drained":
             stages = range(int(manifest.get("stages", 0)))
-            return [MODEL, *(file_of(0, stage) for stage in stages), *shared]
+            return [drained.model_of(manifest), *(file_of(0, stage) for stage in stages), *shared]
         facts = facts_of(self._pipeline)
         if any(manifest.get(name) != facts[name] for name in ("processes", "stages", "replicas")):
             return shared  # refused later, in words of its own

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.checkpoints import tensorfile
 from offbeat.checkpoints.facts import Manifest, facts_of
-from offbeat.checkpoints.folder import MODEL, file_of
+from offbeat.checkpoints.folder import MODEL, PICKLED, file_of
+from offbeat.checkpoints.weights import load_weights
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import describe
 from offbeat.errors import ConfigurationError
@@ -32,30 +32,35 @@ _OF_CORRECTIONS = ("method", "stages", "cuts", "corrections")
 """What must be the same for corrections to go on with what they remember."""
 
 
-def keepers(pipeline: Pipeline) -> list[int]:
-    """The ranks that write: those of the first replica that is there."""
+def keeper(pipeline: Pipeline) -> int:
+    """The replica that is written: the first that is there."""
     with pipeline.stopping_on_error():
-        return pipeline.engine.first_row()
+        return pipeline.engine.first_replica()
 
 
-def files_of(pipeline: Pipeline, ranks: Sequence[int]) -> dict[str, Any]:
-    """What this process writes. ``ranks``: who writes."""
+def model_of(manifest: Manifest) -> str:
+    """The file that has the weights."""
+    return PICKLED if PICKLED in manifest["files"] else MODEL
+
+
+def files_of(pipeline: Pipeline, replica: int) -> dict[str, Any]:
+    """What this process writes."""
     state = pipeline.weights()  # by every process
-    files: dict[str, Any] = {MODEL: state} if pipeline.engine.rank == ranks[0] else {}
+    files: dict[str, Any] = {}
     for worker in pipeline.engine.workers:
-        if worker.stage.replica == ranks[0] // len(ranks):
+        if worker.stage.replica == replica:
             found = files[file_of(0, worker.stage.index)] = _stage_state(
                 worker.stage, pipeline.cut.model
             )
             if worker.stage.index == 0:
-                found["place"] = pipeline.position.state()
+                found["place"], files[MODEL] = pipeline.position.state(), state
     return files
 
 
 def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     engine, device = pipeline.engine, pipeline.setup.device
     states = [tensorfile.read(path / file_of(0, stage)) for stage in range(manifest["stages"])]
-    weights = torch.load(path / MODEL, weights_only=True, map_location="cpu")
+    weights = load_weights(path / model_of(manifest))
     pipeline.discard()
     pipeline.models.load(weights)
     place = dict(states[0]["place"])
@@ -214,7 +219,8 @@ def _owner(stored: Sequence[State], name: str, optimizer: Optimizer) -> State:
                 raise ConfigurationError(
                     f"the checkpoint has the state of {other['kind']} for {name!r}, and the trainer"
                     f" was built with {type(optimizer).__name__}: give it the same optimizer, or"
-                    " load the weights alone, with load_state_dict(torch.load('.../model.pt'))."
+                    " load the weights alone: trainer.load_state_dict(load_weights(path)), from"
+                    " offbeat.checkpoints."
                 )
             return other
     raise ConfigurationError(

@@ -55,7 +55,7 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     """Names, types and shapes of the model's weights and buffers."""
     return {
         name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        for name, value in model.state_dict().items()
+        for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
 

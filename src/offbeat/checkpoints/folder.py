@@ -22,8 +22,11 @@ from typing import Any
 
 from offbeat.checkpoints import tensorfile
 from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.records import disk
 
-MANIFEST, DATA, MODEL = "manifest.json", "data.safetensors", "model.pt"
+MANIFEST, DATA, MODEL = "manifest.json", "data.safetensors", "model.safetensors"
+PICKLED = "model.pt"
+"""Where drained checkpoints of older versions have the weights."""
 FORMAT = 2
 _ALWAYS = ("kind", "data", "versions", "threads", "model", "method", "stages", "cuts")
 """What every manifest of this format says. Facts that were added later may be missing."""
@@ -122,17 +125,13 @@ def publish(folder: Path, step: int, manifest: dict[str, Any], keep: int) -> Non
     aside, place = partial_of(folder, step), place_of(folder, step)
     for stranger in set(os.listdir(aside)) - set(manifest["files"]):
         (aside / stranger).unlink()  # of an earlier attempt that was killed
-    with (aside / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _settle(aside)
+    disk.write(aside / MANIFEST, json.dumps(manifest, indent=1))
     # One of the same step is replaced: it is damaged, or the run has changed since without a step.
     if place.exists():
         _delete(replaced_of(folder, step))  # or nothing could take its name
         place.rename(replaced_of(folder, step))
     aside.rename(place)
-    _settle(folder)
+    disk.settle(folder)
     _tidy(folder, step, keep)
 
 
@@ -154,15 +153,6 @@ def _tidy(folder: Path, newest: int, keep: int) -> None:
 def _delete(path: Path) -> None:
     (path / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no checkpoint
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _settle(folder: Path) -> None:
-    """Waits until names, too, are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def refuse_strange(folder: Path) -> None:

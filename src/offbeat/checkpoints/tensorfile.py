@@ -16,8 +16,7 @@ import mmap
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from offbeat import nest
 from offbeat.errors import CheckpointError
+from offbeat.records import disk
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 1 << 22
@@ -36,14 +36,16 @@ _ALIGNED = 64
 
 def write(path: Path, value: Any) -> dict[str, Any]:
     """Writes a value and waits until it is on disk; returns what :func:`examine` will find."""
-    header, stretches = _packed(value)
+    return write_chunks(path, _chunks(*_packed(value)))
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     digest, count = hashlib.sha256(), 0
-    with closing(_Straight(path)) as file:
-        for chunk in _chunks(header, stretches):
+    with disk.writing(path, _Straight) as file:
+        for chunk in chunks:
             digest.update(chunk)
             file.write(memoryview(chunk))
             count += len(chunk)
-        file.finish()
     return {"bytes": count, "sha256": digest.hexdigest()}
 
 
@@ -55,7 +57,7 @@ class _Straight:
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._direct: int = getattr(os, "O_DIRECT", 0)
         try:
             self._file = os.open(path, flags | self._direct, 0o666)
@@ -78,13 +80,18 @@ class _Straight:
                 self._put(self._buffer)
                 self._filled = 0
 
-    def finish(self) -> None:
-        """The rest, which is no whole number of blocks; waits until all is on the disk."""
+    def flush(self) -> None:
+        """The rest, which is no whole number of blocks; the last that is written."""
         self._go_through_the_cache()
         self._put(self._buffer[: self._filled])
-        os.fsync(self._file)
 
-    def close(self) -> None:
+    def fileno(self) -> int:
+        return self._file
+
+    def __enter__(self) -> "_Straight":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
     def _put(self, data: memoryview) -> None:

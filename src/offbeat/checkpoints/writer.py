@@ -1,6 +1,5 @@
 """Writing while training goes on: a thread per process, and an agreement when all have written."""
 
-import errno
 import os
 import sys
 import threading
@@ -13,10 +12,11 @@ from typing import Any
 
 import torch
 
-from offbeat.checkpoints import tensorfile
-from offbeat.checkpoints.folder import candidates, partial_of, publish
+from offbeat.checkpoints import tensorfile, weights
+from offbeat.checkpoints.folder import MODEL, candidates, partial_of, publish
 from offbeat.engines.base import Engine, Notes
 from offbeat.errors import CheckpointError
+from offbeat.records import disk
 
 _NICENESS = 10
 """A tenth of a busy core. With the lowest priority, 19, a checkpoint of several hundred megabytes
@@ -132,12 +132,8 @@ def _step_back() -> None:
 
 
 def _write_file(path: Path, value: Any) -> dict[str, Any]:
-    if path.suffix == ".pt":
-        with path.open("wb") as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        return tensorfile.examine(path)
+    if path.name == MODEL:
+        return tensorfile.write_chunks(path, weights.to_chunks(value))
     return tensorfile.write(path, value)
 
 
@@ -145,17 +141,12 @@ def _try(action: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     try:
         return action() or {}
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return {"problem": "the disk is full" if full else _in_words(error)}
+        words, where = disk.in_words(error), error.filename
+        return {"problem": words if where is None else f"{words} ({where})"}
     except CheckpointError as error:
         return {"problem": str(error), "lasts": True}
     except Exception as error:  # of anything else nobody would hear: this is a thread
         return {"problem": f"{type(error).__name__}: {error}", "lasts": True}
-
-
-def _in_words(error: OSError) -> str:
-    words = error.strerror or str(error)
-    return words if error.filename is None else f"{words} ({error.filename})"
 
 
 def _first_trouble(ranks: Sequence[int], notes: list[Any]) -> dict[str, Any] | None:

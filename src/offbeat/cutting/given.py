@@ -1,5 +1,6 @@
 """Stages as they are given: a list of modules, or a model in one piece."""
 
+from collections.abc import Sequence
 from inspect import signature
 
 from torch import nn
@@ -20,7 +21,11 @@ class GivenCut(Cut):
             return cls(
                 model=model, stages=1, places=(), modules=(Whole(model) if several else model,)
             )
-        if isinstance(model, str) or not all(isinstance(m, nn.Module) for m in model):
+        if isinstance(model, type):
+            name = model.__name__
+            raise ConfigurationError(f"{name} is a class: give what it makes, {name}(...).")
+        listed = isinstance(model, Sequence) and not isinstance(model, str)
+        if not listed or not all(isinstance(m, nn.Module) for m in model):
             raise ConfigurationError(f"{model!r}: give an nn.Module or a list of them.")
         if not model:
             raise ConfigurationError("an empty list of stages: give at least one nn.Module.")

@@ -14,6 +14,7 @@ from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
 from offbeat.engines.board import SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
+from offbeat.engines.feed import pairs_of
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup
 from offbeat.engines.worker import Worker
@@ -134,7 +135,7 @@ class Engine(ABC):
         self, loader: Iterable[tuple[Nest, Nest]], *, all_need_targets: bool
     ) -> Iterator[tuple[Nest, Nest]]:
         """What this process needs of a loader's batches."""
-        yield from loader
+        yield from pairs_of(loader, "batches")
 
     # ---------------------------------------------------------------- sharing
 
@@ -175,9 +176,9 @@ class Engine(ABC):
     def await_messages(self, step: int) -> None:
         """Returns when all that other stages have sent before this call has arrived."""
 
-    def first_row(self) -> list[int]:
-        """The ranks of the first replica that is there."""
-        return [0]
+    def first_replica(self) -> int:
+        """The first replica that is there."""
+        return 0
 
     def notes(self) -> Notes:
         """For a thread that has to agree with its like in the other processes."""

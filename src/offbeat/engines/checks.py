@@ -1,8 +1,11 @@
 """What a trainer refuses, and in which words."""
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from operator import index
+from pathlib import Path
+from typing import Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +14,8 @@ from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cutting.cut import Cut, Model
 from offbeat.engines.shares import Count, Weight, shifts_labels
-from offbeat.errors import BatchError, ConfigurationError, unknown
+from offbeat.errors import ConfigurationError, unknown
+from offbeat.faults import Faults
 from offbeat.guards import Guards
 from offbeat.methods import Method, method_named
 from offbeat.methods.auto import Auto, Plan, plan_for
@@ -55,6 +59,8 @@ def checked_corrections(corrections: Sequence[Correction | str]) -> tuple[Correc
         raise ConfigurationError(
             f"corrections={corrections!r}: give a list, as in corrections=[{corrections!r}]."
         )
+    if not isinstance(corrections, Iterable):
+        raise ConfigurationError(f"corrections={corrections!r}: give a list of them.")
     found = tuple(correction_named(c) if isinstance(c, str) else c for c in corrections)
     for correction in found:
         if not isinstance(correction, Correction):
@@ -173,9 +179,38 @@ def warn_of_idle_corrections(
         )
 
 
-def check_loader(loader: object) -> None:
-    if isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader):
-        raise BatchError("evaluate() takes a loader of (x, y) pairs; for one batch give [(x, y)].")
+def check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError(
+            "no weight of the model needs a gradient, so there is nothing to train: unfreeze some,"
+            " for example with model.requires_grad_(True)."
+        )
+
+
+def checked_seed(seed: int | None) -> int | None:
+    if not (seed is None or isinstance(seed, SupportsIndex)) or isinstance(seed, bool | Tensor):
+        raise ConfigurationError(f"seed={seed!r}: give a whole number, or None for torch's own.")
+    return None if seed is None else index(seed)
+
+
+def checked_switch(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give True or False.")
+    return value
+
+
+def checked_faults(faults: Faults | None) -> Faults | None:
+    if faults is not None and not isinstance(faults, Faults):
+        raise ConfigurationError(
+            f"faults={faults!r}: give an object of offbeat.faults.Faults, or None."
+        )
+    return faults
+
+
+def checked_folder(folder: str | os.PathLike[str]) -> Path:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ConfigurationError(f"folder {folder!r}: give a path, as in 'checkpoints'.")
+    return Path(folder)
 
 
 def checked_loss(loss: Loss) -> Loss:
@@ -212,11 +247,11 @@ def checked_clip(clip: float | None) -> float | None:
 _LONGEST_S = 1e8
 
 
-def checked_timeout(seconds: float) -> float:
+def checked_timeout(seconds: float, name: str = "timeout") -> float:
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not number or not 0 < seconds <= _LONGEST_S:
         raise ConfigurationError(
-            f"timeout={seconds!r}: give seconds, above 0 and at most {_LONGEST_S:g}."
+            f"{name}={seconds!r}: give seconds, above 0 and at most {_LONGEST_S:g}."
         )
     return seconds
 

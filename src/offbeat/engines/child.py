@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from offbeat.elastic.restarts import STAGES, return_number
+from offbeat.elastic.restarts import ROW, return_number
 from offbeat.errors import WorkerLost
+from offbeat.records import disk
 from offbeat.transport import groups
 
 
@@ -30,9 +31,9 @@ def main() -> None:
         store = TCPStore("127.0.0.1", port, is_master=False)
         if number := return_number():
             # Nobody waits for it at init_process_group: only its replica's own processes do.
-            stages = int(os.environ[STAGES])
+            size = int(os.environ[ROW])
             fresh = PrefixStore(f"return-{number}", store)
-            groups.join_at(fresh, rank % stages, stages)
+            groups.join_at(fresh, rank % size, size)
         else:
             groups.join_at(store, rank, size)
     function, args = _call(folder / "call")
@@ -43,9 +44,7 @@ def main() -> None:
     except BaseException as caught:
         sys.last_value = error = caught
         traceback.print_exc()
-    aside = folder / f"aside-{rank}"
-    aside.write_bytes(_safe((time.time(), error, value)))
-    aside.rename(folder / f"result-{rank}")
+    disk.write(folder / f"result-{rank}", [_safe((time.time(), error, value))])
     sys.exit(0 if error is None else 1)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.engines.feed import check_devices
+from offbeat.engines.feed import check_devices, pairs_of
 from offbeat.engines.shares import counts_of, refuse_nothing, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
@@ -94,7 +94,7 @@ def evaluate(
         model.eval()
         states = pipeline.replicas.states(first=first)
         shown = engine.shown_workers()
-        for number, (x, y) in enumerate(loader):
+        for number, (x, y) in enumerate(pairs_of(loader, "evaluate")):
             check_devices(nest.tensors([x, y]), setup.device)
             count = _count_of(pipeline, number, x, y)
             end = None

@@ -1,7 +1,7 @@
 """Batches on their way to the stages that need them: checked, divided, handed out."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -43,6 +43,16 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
             "step() was called inside torch.autocast, whose weight cache would outlive an update."
             " Leave the context and give Trainer(autocast=torch.bfloat16)."
         )
+    if torch.is_inference_mode_enabled():
+        raise BatchError(
+            "step() was called inside torch.inference_mode, where nothing can be trained. Leave"
+            " the context."
+        )
+    if any(tensor.is_inference() for tensor in tensors):
+        raise BatchError(
+            "the batch was made inside torch.inference_mode, and no gradient can go through it:"
+            " give x.clone(), or make it outside."
+        )
     here = len(placement.replicas_here)
     shards = [Shard(x, y)]
     if here > 1:
@@ -68,6 +78,20 @@ def _counts(pipeline: "Pipeline", shard: Shard, parts: int) -> Sequence[float]:
     # A target may be without tensors if nothing is split.
     pieces = [nest.split(part, parts) for part in (shard.x, shard.y)]
     return counts_of(pipeline.setup.weight, list(zip(*pieces, strict=True)), "a batch")
+
+
+def pairs_of(loader: Iterable[tuple[Nest, Nest]], verb: str) -> Iterator[tuple[Nest, Nest]]:
+    """The batches of a loader; what is no (x, y) is refused."""
+    words = f"{verb}() takes a loader of (x, y) pairs; for one batch give [(x, y)]"
+    try:
+        batches = iter(loader)
+    except TypeError:
+        raise BatchError(f"{words}. It got a {type(loader).__name__}.") from None
+    for number, batch in enumerate(batches):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            found = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise BatchError(f"{words}. Entry {number} is a {type(batch).__name__}{found}.")
+        yield batch[0], batch[1]
 
 
 def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:

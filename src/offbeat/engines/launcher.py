@@ -16,7 +16,10 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.elastic.restarts import RESTARTS, Child, Restarts
+from offbeat.engines.checks import checked_timeout
 from offbeat.errors import ConfigurationError, WorkerLost
+from offbeat.methods.base import require_count
+from offbeat.records import disk
 
 try:  # functions of a notebook can only be sent by value, which plain pickle does not do
     from cloudpickle import dumps
@@ -44,9 +47,15 @@ def launch(
     processes of a replica that died are started again, so many times in all, and join the others
     (see docs/replicas.md). Functions defined in a notebook or script need ``cloudpickle``.
     """
-    if processes < 1:
-        raise ConfigurationError(f"launch(processes={processes}): give at least 1.")
-    if restart < 0 or (restart and not go_on):
+    if not callable(function):
+        raise ConfigurationError(
+            f"function={function!r}: give a function to call in every process."
+        )
+    require_count("processes", processes)
+    require_count("threads", threads)
+    if timeout_s is not None:
+        checked_timeout(timeout_s, "timeout_s")
+    if not isinstance(restart, int) or restart < 0 or (restart and not go_on):
         raise ConfigurationError(
             f"launch(restart={restart}, go_on={go_on}): a number of returns from 0 on, and"
             " go_on=True, so that there are others to join."
@@ -54,7 +63,7 @@ def launch(
     store = _local_store()
     with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
         folder = Path(name)
-        (folder / "call").write_bytes(_pickled(function, args))
+        disk.write(folder / "call", [_pickled(function, args)])
         more = {RESTARTS: "1"} if restart else {}
         start = partial(_start, processes, store.port, threads, folder)
         children = [start(rank, more) for rank in range(processes)]

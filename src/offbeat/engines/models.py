@@ -1,12 +1,21 @@
-"""The user's model and its copies: the model of replica 0, and one for every other replica here."""
+"""The user's model and its copies: the model of replica 0, and one for every other replica here.
 
-from collections.abc import Iterable, Iterator
+A process trains some stages, and the user's model has the values of the others as they were when
+somebody last gathered them. From the first step on nobody may read those: tensors of other stages
+get a class of their own meanwhile, which raises. So every way to read them is met, of a part of the
+model or of a single weight too, and the model itself stays as the user made it.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from offbeat.cutting.cut import Cut
-from offbeat.errors import ConfigurationError
+from offbeat.errors import ConfigurationError, IncompleteModel
 
 
 class Models:
@@ -17,9 +26,12 @@ class Models:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._flags: list[tuple[Any, Any, str]] = []
         """Parts of the user's model, their copies, and the flag that copies follow."""
+        self._elsewhere: list[tuple[Tensor, type, type]] = []
+        """Tensors that other processes train, their class, and the one they have while hidden."""
+        self._hidden = False
 
-    def begin(self, cut: Cut, replicas: int) -> None:
-        """Makes the copies, and settles what is trained."""
+    def begin(self, cut: Cut, replicas: int, here: Collection[int]) -> None:
+        """Makes the copies, and settles what is trained and what of it ``here``: which stages."""
         # Replica 0's is the user's own model.
         self.cuts = [cut, *(cut.copy() for _ in range(1, replicas))]
         own, *copies = self
@@ -27,6 +39,7 @@ class Models:
         for copy in copies:
             self._flags += _pair(own.modules(), copy.modules(), "training")
             self._flags += _pair(own.parameters(), copy.parameters(), "requires_grad")
+        self._elsewhere = list(_trained_elsewhere(cut, here))
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (cut.model for cut in self.cuts)
@@ -47,9 +60,121 @@ class Models:
             setattr(copy, name, getattr(own, name))
 
     def load(self, state: dict[str, Any]) -> None:
-        for model in self:
-            model.load_state_dict(state)
+        _check_state(state, self.cuts[0].model)
+        with self.lent():
+            for model in self:
+                model.load_state_dict(state)
+        self.show()
+
+    # ---------------------------------------------------------------- what other processes train
+
+    def hide(self) -> None:
+        """From now on other processes change what this one does not see."""
+        if not self._hidden:
+            for tensor, _, hidden in self._elsewhere:
+                tensor.__class__ = hidden
+            self._hidden = True
+
+    def show(self) -> None:
+        """All is the newest here too, or nobody may look."""
+        if self._hidden:
+            for tensor, own, _ in self._elsewhere:
+                tensor.__class__ = own
+            self._hidden = False
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """For ourselves, who know what is old."""
+        hidden = self._hidden
+        self.show()
+        try:
+            yield
+        finally:
+            if hidden:
+                self.hide()
+
+
+def _check_state(state: dict[str, Any], model: nn.Module) -> None:
+    """Refuses, before anything is changed, what ``load_state_dict`` would."""
+    if not isinstance(state, Mapping):
+        raise ConfigurationError(f"{state!r} is no state: give what state_dict() returned.")
+    own = model.state_dict(keep_vars=True)
+    for name in [*own, *state]:
+        ours, theirs = own.get(name), state.get(name)
+        if not isinstance(ours, Tensor) and name in own and name in state:
+            continue  # what a module keeps besides tensors
+        if not isinstance(theirs, Tensor) or ours is None or ours.shape != theirs.shape:
+            here, there = _describe(own, name), _describe(state, name)
+            raise ConfigurationError(
+                f"load_state_dict: {name!r} is {there} in the state and {here} in this model. Give"
+                " a state of the same model; nothing was loaded."
+            )
+
+
+def _describe(state: Mapping[str, Any], name: str) -> str:
+    value = state.get(name)
+    if isinstance(value, Tensor):
+        return f"a tensor of {tuple(value.shape)}"
+    return f"a {type(value).__name__}" if name in state else "missing"
 
 
 def _pair(own: Iterable[Any], copies: Iterable[Any], flag: str) -> Iterator[tuple[Any, Any, str]]:
     return ((one, other, flag) for one, other in zip(own, copies, strict=True))
+
+
+class Elsewhere:
+    """Mixed into the class of a tensor that another process trains: reading its values raises."""
+
+    stage = 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not _leaves_values_alone(func, args):
+            raise IncompleteModel(
+                f"a weight or buffer was read that belongs to stage {cls.stage}, which another"
+                " process trains: its values here are old. Call trainer.gather() in all processes;"
+                " then the model is whole until the next step. trainer.state_dict() has all"
+                " weights, too."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_FACTS = {
+    *("numel", "nelement", "size", "stride", "dim", "ndimension", "element_size", "__len__"),
+    *("storage_offset", "get_device", "is_contiguous", "is_floating_point", "is_complex"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__set__", "__delete__"),
+}
+"""Methods that show no value; ``__set__`` is that of attributes."""
+_VIEWS = ("data", "T", "H", "mT", "mH", "real", "imag")
+"""Attributes that do."""
+
+
+def _leaves_values_alone(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a function of torch asks only what a tensor is, or writes to one of ours."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _VIEWS
+    in_place = name.endswith("_") and not name.endswith("__")
+    return name in _FACTS or (in_place and isinstance(args[0], Elsewhere))
+
+
+def _trained_elsewhere(cut: Cut, here: Collection[int]) -> Iterator[tuple[Tensor, type, type]]:
+    """Weights and buffers of other stages; what is frozen is the same everywhere."""
+    modules = [m for stage in here for m in cut.modules[stage].modules()]
+    # Stages may also have tensors of others as plain attributes, such as constants.
+    own = {id(t) for m in modules for t in chain(m.parameters(False), vars(m).values())}
+    own |= {id(buffer) for module in modules for buffer in module.buffers()}
+    kinds: dict[tuple[int, type], type] = {}
+    for stage, module in enumerate(cut.modules):
+        weights = (p for p in module.parameters() if p.requires_grad)
+        for tensor in chain(weights, module.buffers()):
+            if id(tensor) in own:
+                continue
+            own.add(id(tensor))  # once is enough
+            kind = type(tensor)
+            if (stage, kind) not in kinds:
+                kinds[stage, kind] = type(kind.__name__, (Elsewhere, kind), {"stage": stage})
+            yield tensor, kind, kinds[stage, kind]

@@ -1,12 +1,13 @@
 """A run between the user's verbs and the workers: phases, fills, batches fed, losses owed."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
 from offbeat.cutting.costs import cut_by_count, cut_by_time
@@ -23,6 +24,7 @@ from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.fill import Fill
+from offbeat.stages.versions import weights_set_to
 from offbeat.transport.base import Key
 
 
@@ -79,8 +81,9 @@ class Pipeline:
             in_turn=self.setup.is_synchronous and self.engine.runs_in_turn,
             copies=len(placement.replicas_here) > 1,
         )
-        self.models.begin(self.cut, len(placement.replicas_here))
-        for replica, cut in zip(placement.replicas_here, self.models.cuts, strict=True):
+        replicas = placement.replicas_here
+        self.models.begin(self.cut, len(replicas), placement.stages_of(replicas[0]))
+        for replica, cut in zip(replicas, self.models.cuts, strict=True):
             for stage in make_stages(self, cut, batch, replica):
                 self.engine.workers.append(Worker(stage, self.setup, self.engine))
                 # Now, not when a later phase begins, corrections say what they do not fit.
@@ -112,6 +115,7 @@ class Pipeline:
             if not self.is_built:
                 sample = self.cut.sample(shards[0].x, schedule.micro_batches)
                 self.build(self.engine.share_first(sample))
+            self.models.hide()
             if step == 0:
                 with self.engine.between_steps():
                     for worker in self.engine.workers:
@@ -142,6 +146,7 @@ class Pipeline:
 
     def flush(self) -> list[Tensor]:
         """Drains the pipe and returns the losses still owed; replicas take their average."""
+        self.models.hide()
         with self.stopping_on_error(), torch.enable_grad():
             for worker in self.engine.workers:
                 step = self.position.step_in_fill
@@ -199,7 +204,7 @@ class Pipeline:
     def weights(self) -> dict[str, Any]:
         """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
         values: dict[int, Tensor] = {}
-        with self.engine.between_steps():
+        with self.engine.between_steps(), self.models.lent():
             states = self.replicas.states()
             for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)
@@ -207,10 +212,61 @@ class Pipeline:
                 everyone = self.engine.share_tensors(own, stage)
                 values |= {id(e): v for e, v in zip(entries.values(), everyone, strict=True)}
             state = self.cut.model.state_dict(keep_vars=True)
+            copies: dict[int, Tensor] = {}  # weights with two names have one copy, too
             for name, entry in state.items():
                 if isinstance(entry, Tensor):
-                    state[name] = values.get(id(entry), entry).detach().clone()
+                    if id(entry) not in copies:
+                        copies[id(entry)] = values.get(id(entry), entry).detach().clone()
+                    state[name] = copies[id(entry)]
         return state
+
+    def gather(self) -> nn.Module:
+        """Makes the model of this process whole until the next step."""
+        here = self.engine.placement.stages_of(self.engine.placement.replicas_here[0])
+        stages = self.cut.modules if self.is_built else ()
+        tensors = [[*module.parameters(), *module.buffers()] for module in stages]
+        with self.engine.between_steps(), self.models.lent(), torch.no_grad():
+            self._fit_to_gather(tensors, here)
+            for stage, own in enumerate(tensors):
+                for tensor, value in zip(own, self.engine.share_tensors(own, stage), strict=True):
+                    if stage not in here:
+                        tensor.copy_(value)
+        self.models.show()
+        return self.cut.model
+
+    def _fit_to_gather(self, tensors: Sequence[Sequence[Tensor]], here: Collection[int]) -> None:
+        """Makes room for buffers that have grown elsewhere; refuses a model with parts left out."""
+        empty = any(tensor.is_meta for of_stage in tensors for tensor in of_stage)
+        own = [(stage, [list(t.shape) for t in tensors[stage]]) for stage in here if tensors]
+        everyone = self.engine.share_in_row("shapes", [empty, own])
+        if any(empty for empty, _ in everyone):
+            raise ConfigurationError(
+                "gather() with stages whose weights are on the device 'meta' in some process: there"
+                " is no memory to gather them in. trainer.save(folder) writes every stage from the"
+                " process that trains it, and trainer.resume(folder) reads them so."
+            )
+        for stage, shapes in (pair for _, pairs in everyone for pair in pairs):
+            for tensor, shape in zip(tensors[stage], shapes, strict=True):
+                if list(tensor.shape) != shape:
+                    tensor.data = tensor.new_empty(shape)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Lets rank 0 write the model, by its own method, with what :meth:`weights` returns."""
+        model: Any = self.cut.model
+        if not hasattr(model, "save_pretrained"):
+            raise ConfigurationError(
+                f"this {type(model).__name__} has no save_pretrained, which models of transformers"
+                " have. Take state = trainer.state_dict() in all processes, and torch.save(state,"
+                " ...) in one."
+            )
+        state = self.weights()
+        if self.engine.rank > 0:
+            return
+        entries = model.state_dict(keep_vars=True)
+        names = [name for name, entry in entries.items() if isinstance(entry, Tensor)]
+        newest = weights_set_to([entries[n] for n in names], [state[n] for n in names])
+        with self.engine.between_steps(), self.models.lent(), newest:
+            model.save_pretrained(folder)
 
     def load_weights(self, state: dict[str, Any]) -> None:
         workers = self.engine.workers

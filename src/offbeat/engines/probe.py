@@ -105,7 +105,8 @@ def _forward(
     lent |= {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
     inputs = nest.replace(given, lambda t: t.detach().requires_grad_(t.is_floating_point()))
     seed = stage.network.seed_of(_PROBE)
-    with seeded(seed, setup.device), precision(setup.device, setup.autocast):
+    host = stage.habits.draws is True
+    with seeded(seed, setup.device, host=host), precision(setup.device, setup.autocast):
         fed = nest.replace(inputs, lambda t: t.clone())  # the stage may write to it
         output = functional_call(stage.module, lent, (fed,))
     return _Pass(leaves, nest.tensors(inputs), nest.tensors(output), output)

@@ -51,7 +51,7 @@ def choose_course(
     method = checks.checked_method(method)
     phases = tuple(method.phases())
     schedules = tuple(phase.schedule(cut.stages) for phase, _ in phases)
-    found = checks.checked_corrections(corrections or ())
+    found = checks.checked_corrections(() if corrections is None else corrections)
     for (phase, _), schedule in zip(phases, schedules, strict=True):
         checks.check_corrections_fit(found, phase, schedule)
     checks.warn_of_idle_corrections(found, schedules)

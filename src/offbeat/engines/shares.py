@@ -141,8 +141,7 @@ def portions(
     here, everywhere = sum(totals), totals
     together = _are_averaged(pipeline)
     if together and kind != "rows" and len(counts) < pipeline.engine.placement.replicas:
-        (total,) = totals
-        everywhere = _totals_of_all(pipeline, total)
+        everywhere = _totals_of_all(pipeline, totals)
         refuse_nothing(sum(everywhere))
     found = []
     for own, total in zip(counts, totals, strict=True):
@@ -180,11 +179,14 @@ def refuse_nothing(total: float) -> None:
         )
 
 
-def _totals_of_all(pipeline: "Pipeline", total: float) -> list[float]:
+def _totals_of_all(pipeline: "Pipeline", totals: Sequence[float]) -> list[float]:
     """What the batch counts in each replica: the one number that they tell each other."""
-    transport, step = pipeline.engine.workers[0].transport, pipeline.position.step
-    transport.gather(Key("count", 0, step), [torch.tensor([total], dtype=torch.float64)])
-    return [float(part) for (part,) in transport.receive(Key("count", 0, step)).parts]
+    engine, key = pipeline.engine, Key("count", 0, pipeline.position.step)
+    transports = [engine.transports[replica] for replica in engine.placement.replicas_here]
+    for transport, total in zip(transports, totals, strict=True):
+        transport.gather(key, [torch.tensor([total], dtype=torch.float64)])
+    *_, gathered = [transport.receive(key) for transport in transports]
+    return [float(part) for (part,) in gathered.parts]
 
 
 # ------------------------------------------------------------------------- looking

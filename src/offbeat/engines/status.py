@@ -30,7 +30,10 @@ class Status:
 
     @property
     def model(self) -> nn.Module:
-        """The unsplit model with the newest weights of the stages of this process (replica 0's)."""
+        """The unsplit model with the newest weights (replica 0's, where several are here).
+
+        One stage per process: those of other stages may be read once :meth:`gather` was called.
+        """
         return self._pipeline.cut.model
 
     @property

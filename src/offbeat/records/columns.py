@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from offbeat.errors import ConfigurationError
+from offbeat.records import disk
 
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
@@ -95,8 +96,8 @@ class Columns(Generic[Entry]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one JSON object per line, which :meth:`load` reads."""
-        with Path(path).open("w") as file:
-            file.writelines(json.dumps(self._to_json(entry)) + "\n" for entry in self)
+        lines = (f"{json.dumps(self._to_json(entry))}\n".encode() for entry in self)
+        disk.write(Path(path), lines)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from offbeat.corrections.groups import Tensors
 from offbeat.nest import Nest
+from offbeat.rng import HostState
 from offbeat.stages.versions import Graph, Stashed
 
 
@@ -24,6 +25,8 @@ class Work:
     """The input, where the forward will be computed again."""
     given_as: list[int] | None = None
     """The version counters of that input; None if nobody looked."""
+    drawn: HostState | None = None
+    """What its forward drew from without a key, as the first to draw from Python or NumPy."""
     graph: Graph = field(default_factory=Graph)
     stashed: Stashed | None = None
     copies: dict[nn.Parameter, Tensor] = field(default_factory=dict)

@@ -11,6 +11,8 @@ class Habits:
     """Whether the module writes into its input; None before its first call."""
     written: list[tuple[int, str]] | None = None
     """The buffers that a forward writes, as (module, name); None before the first."""
+    draws: bool | None = None
+    """Whether a forward draws from Python's or NumPy's generators; None before the first."""
     inspected: bool = False
     """Whether the first graph of this fill has been looked at, operation by operation."""
     rebuildable: bool = False

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
+from offbeat.rng import HostState
 
 Pool = Any
 """Memory that recordings share; they must then run in the order in which they were recorded."""
@@ -136,7 +137,7 @@ class Lane:
         """
         graph = torch.cuda.CUDAGraph()
         pool = self.pool() if pool is None else pool
-        drawn = torch.default_generator.get_state()
+        drawn, host = torch.default_generator.get_state(), HostState.now()
         with self._own_random_numbers(), _nothing_collected():
             # Other threads (a loader that pins memory) may go on with what capture forbids us.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -148,7 +149,7 @@ class Lane:
                 if not isinstance(error, RuntimeError) or isinstance(error, OffbeatError):
                     raise
                 raise NotRecordable(f"{_place(error)}: {str(error).splitlines()[0]}") from error
-        if not torch.equal(drawn, torch.default_generator.get_state()):
+        if host.moved or not torch.equal(drawn, torch.default_generator.get_state()):
             raise NotRecordable("random numbers of the CPU: a replay would not draw new ones")
         return graph, result
 

@@ -1,7 +1,7 @@
 """The part of a model that one stage runs: a forward with its loss, and the graph of one."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from offbeat import nest
 from offbeat.errors import StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
-from offbeat.rng import seed_for, seeded
+from offbeat.rng import HostState, host_replayed, seed_for, seeded
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
@@ -79,12 +79,33 @@ class Network:
 
         ``batch`` decides the random numbers; None leaves them to the caller.
         """
-        random = nullcontext() if batch is None else seeded(self.seed_of(batch), self.device)
+        random = nullcontext() if batch is None else self._keyed(batch, work)
         with random, precision(self.device, self._autocast):
             output = self._call(given, work.inputs or nest.tensors(given))
             if not isinstance(output, Tensor):
                 self._refuse_hidden_tensors(output)
             return output, self._compute_loss(output, work.target)
+
+    @contextmanager
+    def _keyed(self, batch: int, work: Work) -> Iterator[None]:
+        """Lets a forward draw numbers that depend on its seed alone.
+
+        Python's and NumPy's generators are set once a stage is known to draw from them. If another
+        thread is why it is taken for one that does, keys change nothing that it computes.
+        """
+        keyed = self.habits.draws is not False and work.drawn is None
+        with (
+            seeded(self.seed_of(batch), self.device, host=keyed),
+            host_replayed(work.drawn),
+        ):
+            replayed = self.rule == "recompute" and not torch.is_grad_enabled()
+            before = None if self.habits.draws else HostState.now(whole=replayed and not keyed)
+            yield
+            if before is None:
+                return
+            self.habits.draws = before.moved
+            if self.habits.draws and before.whole is not None:
+                work.drawn = before
 
     def _refuse_hidden_tensors(self, output: Nest) -> None:
         words = f"stage {self.index} ({_describe(self.module)}) returned"
@@ -111,6 +132,11 @@ class Network:
         with watched:
             output, work.loss = self.run(batch, work, work.leaves)
         work.outputs = nest.tensors(output)
+        if work.loss is not None and not work.loss.requires_grad:
+            raise StageError(
+                "the loss does not depend on the output of the model, or on nothing in it that is"
+                " trained: compute it from the output, without detach(), item() or no_grad()."
+            )
         if self.rule in ("stash", "current") and not self.habits.inspected:
             self.saved.look_at(work.outputs)
         return output, work.loss

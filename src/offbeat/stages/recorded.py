@@ -246,6 +246,8 @@ class Recorded:
         if not all(map(is_dense, nest.tensors([given, target]))):
             return None
         try:
+            if self._stage.habits.draws:
+                raise NotRecordable("random numbers of Python or NumPy: a replay would not draw")
             slot = self._record_slot(kind, given, target)
         except NotRecordable as error:
             self._stop_recording(error)
@@ -290,7 +292,7 @@ class Recorded:
         warnings.warn(
             f"stage {self._stage.index} runs unrecorded, on its own stream but without CUDA graphs,"
             f" because of {error}. To record it, remove what makes the CPU wait for the GPU (such"
-            " as .item(), or a shape that depends on values).",
+            " as .item(), or a shape that depends on values), and draw random numbers on the GPU.",
             stacklevel=2,
         )
 

@@ -49,6 +49,12 @@ def take(stage: "Stage") -> StageState:
     if not stage.habits.rebuildable and any(work.outputs for work in stage.flights.works()):
         _refuse_hidden_state(stage, memory)
         stage.habits.rebuildable = True
+    if any(work.drawn is not None for work in stage.flights.works()):
+        raise CheckpointError(
+            f"stage {stage.index}: a batch in flight was the first to draw from Python's or NumPy's"
+            " random numbers, and what it drew cannot be stored. Save with drain=True, or a few"
+            " steps later."
+        )
     flights = [_flight_state(stage, flight, memory) for flight in stage.flights.in_air.values()]
     return {
         "version": stage.version,
@@ -148,6 +154,7 @@ def put_back(stage: "Stage", state: StageState) -> None:
 
     Weights and buffers are written where they lie.
     """
+    _refuse_other_optimizers(stage, state)
     stage.flights.clear()
     stage.old_versions.clear()
     memory = _Memory(stage)
@@ -171,6 +178,23 @@ def put_back(stage: "Stage", state: StageState) -> None:
         for words in state["flights"]:
             stage.flights.take_off(_flight_of(stage, words, memory))
     stage.flights.landed += [_flight_of(stage, words, memory) for words in state["landed"]]
+
+
+def _refuse_other_optimizers(stage: "Stage", state: StageState) -> None:
+    kinds = [type(optimizer).__name__ for optimizer in stage.optimizers]
+    groups = [[len(g["params"]) for g in o.param_groups] for o in stage.optimizers]
+    stored = [s["state"]["param_groups"] for s in state["optimizers"]]
+    for what, theirs, ours in (
+        ("state of", [s["kind"] for s in state["optimizers"]], kinds),
+        ("parameter groups of", [[len(g["params"]) for g in one] for one in stored], groups),
+        ("schedulers, in number", [len(state["schedulers"])], [len(stage.schedulers)]),
+    ):
+        if theirs != ours:
+            there, here = (", ".join(map(str, each)) or "none" for each in (theirs, ours))
+            raise ConfigurationError(
+                f"the checkpoint has the {what} {there} for stage {stage.index}, and the trainer"
+                f" was built with {here}: give it the same optimizer and scheduler."
+            )
 
 
 def on_device(state: State, device: torch.device) -> State:
@@ -214,14 +238,6 @@ def _write(places: Sequence[Tensor], values: Sequence[Tensor], what: str) -> Non
 
 
 def _restore_optimizers(stage: "Stage", states: Sequence[State]) -> None:
-    kinds = [type(optimizer).__name__ for optimizer in stage.optimizers]
-    saved = [state["kind"] for state in states]
-    if kinds != saved:
-        raise ConfigurationError(
-            f"the checkpoint has the state of {', '.join(saved) or 'no optimizer'} for stage"
-            f" {stage.index}, and the trainer was built with {', '.join(kinds) or 'none'}: give it"
-            " the same optimizer."
-        )
     for optimizer, state in zip(stage.optimizers, states, strict=True):
         load_optimizer(optimizer, state["state"])
 

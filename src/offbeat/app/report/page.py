@@ -20,6 +20,7 @@ from offbeat.app.report.summary import configuration_table, summary
 from offbeat.app.report.timelines import Drawing, timelines
 from offbeat.app.runs import Run
 from offbeat.errors import ConfigurationError
+from offbeat.records import disk
 from offbeat.records.ledger import Ledger
 
 PAGE = "report.html"
@@ -39,10 +40,11 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     for name, content in contents.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+            disk.write(folder / name, [content])
         except OSError as error:
+            words = error.strerror or error
             raise ConfigurationError(
-                f"{folder / name} cannot be written: {error.strerror}. Give another folder (--out)."
+                f"{folder / name} cannot be written: {words}. Give another folder (--out)."
             ) from None
     return [folder / name for name in contents]
 

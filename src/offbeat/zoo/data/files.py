@@ -8,7 +8,6 @@ where copies that someone packed again are common (``repacked``) is another size
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
 from http.client import HTTPException
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import wrap_file
 
 from offbeat.errors import ConfigurationError
+from offbeat.records import disk
 from offbeat.zoo.data.resources import Resource
 
 _SILENCE_S = 30.0
@@ -109,13 +109,10 @@ def _download(resource: Resource, target: Path) -> list[str] | None:
     for url in resource.urls:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
-                aside = Path(folder) / target.name
-                with aside.open("wb") as file:
-                    _fetch(url, resource, file)
-                _compare(aside, resource)
-                aside.chmod(0o644)  # a cache may be shared
-                aside.replace(target)
+            with disk.writing(target) as file:
+                _fetch(url, resource, file)
+                file.flush()
+                _compare(Path(file.name), resource)
             return None
         except (OSError, HTTPException, ValueError) as error:
             failures.append(f"{url}: {str(error) or type(error).__name__}")

@@ -1,0 +1,133 @@
+"""Weights alone, as a file that every reader of safetensors reads.
+
+A tensor with two names is stored under the first; the file's words say of the second whose it is,
+as ``safetensors.torch.save_model`` has it. What is no tensor stands in the words, too.
+"""
+
+import json
+import struct
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat import nest
+from offbeat.checkpoints import tensorfile
+from offbeat.errors import CheckpointError
+from offbeat.records import disk
+
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""What safetensors calls types of tensors. Others are stored as bytes, with the type in words."""
+_TYPES = {name: kind for kind, name in _NAMES.items()}
+_VALUES, _KIND = "offbeat.values", "offbeat.type of "
+
+
+def load_weights(path: str | PathLike[str]) -> dict[str, Any]:
+    """The weights in a file of safetensors, or in one of ``torch.save`` that ends in ``.pt``.
+
+    On the CPU, for ``load_state_dict``; names of the same tensor share its memory.
+    """
+    path = Path(path)
+    try:
+        if path.suffix in (".pt", ".pth"):
+            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+            return found
+        return from_bytes(bytearray(path.read_bytes()))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    except Exception:  # of all kinds, by bytes that are something else
+        raise CheckpointError(
+            f"{path} holds no weights, or it is damaged: give a file of safetensors, or one that"
+            " torch.save wrote of weights alone, with a name that ends in .pt."
+        ) from None
+
+
+def save_weights(state: Mapping[str, Any], path: Path) -> None:
+    """Writes what :func:`load_weights` reads, by ``torch.save`` where the name ends in ``.pt``."""
+    if path.suffix in (".pt", ".pth"):
+        memory = BytesIO()
+        torch.save(dict(state), memory)
+        disk.write(path, [memory.getbuffer()])
+    else:
+        disk.write(path, to_chunks(state))
+
+
+def to_chunks(state: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+    """What a file of these weights holds."""
+    words: dict[str, str] = {"format": "pt"}
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}
+    others: dict[str, Any] = {}
+    for name, value in state.items():
+        if not _is_plain(value):
+            others[name] = value
+        else:
+            value = value.detach().resolve_conj().resolve_neg()
+            same = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            first = names.setdefault(same, name) if value.numel() else name
+            if first != name:
+                words[name] = first
+                continue
+            tensors[name] = value.contiguous()
+            if nest.dtype_name(value.dtype) not in _NAMES:
+                words[_KIND + name] = json.dumps([nest.dtype_name(value.dtype), *value.shape])
+                tensors[name] = tensors[name].reshape(-1).view(torch.uint8)
+    if others:
+        try:
+            words[_VALUES] = b64encode(tensorfile.to_bytes(others)).decode()
+        except CheckpointError:
+            raise CheckpointError(
+                f"{', '.join(others)} cannot be stored: it is no dense tensor, and holds more than"
+                " plain values. Let get_extra_state return tensors, numbers and text."
+            ) from None
+    entries: dict[str, Any] = {"__metadata__": words} | dict.fromkeys(tensors)
+    place = 0
+    # Large elements first, so that each lies at a multiple of its size.
+    in_order = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    for name, tensor in in_order:
+        end = place + tensor.nbytes
+        dtype = _NAMES[nest.dtype_name(tensor.dtype)]
+        entries[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [place, end]}
+        place = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    yield struct.pack("<Q", len(header)) + header
+    for _, tensor in in_order:
+        if tensor.numel():
+            yield memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
+
+
+def from_bytes(data: bytearray) -> dict[str, Any]:
+    """Raises anything where these are no such bytes."""
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    words = header.pop("__metadata__", {})
+    memory = torch.frombuffer(data, dtype=torch.uint8)[8 + length :]
+    state: dict[str, Any] = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        kind, *shape = json.loads(words.pop(_KIND + name, "[null]"))
+        if kind is None:
+            kind, shape = _TYPES[entry["dtype"]], entry["shape"]
+        if not 0 <= begin <= end <= len(memory):
+            raise ValueError(f"{name!r} lies outside of the file")
+        part = memory[begin:end].clone()  # where any type may lie
+        state[name] = part.view(nest.dtype_named(kind)).reshape(shape)
+    if _VALUES in words:
+        state |= tensorfile.from_bytes(b64decode(words.pop(_VALUES)))
+    ties = {name: first for name, first in words.items() if first in header and name not in header}
+    return state | {name: state[first] for name, first in ties.items()}
