@@ -20,6 +20,7 @@ from offbeat.engines.choice import EngineName, start_engine
 from offbeat.engines.evaluation import Evaluation
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
+from offbeat.engines.shares import Count
 from offbeat.engines.status import Status
 from offbeat.errors import unknown
 from offbeat.faults import Faults
@@ -52,7 +53,10 @@ class Trainer(Status):
 
     ``model``      an ``nn.Sequential`` or a model with a ``ModuleList`` of blocks, to be cut, or a
                    list of modules: the stages as given.
-    ``loss``       ``loss(output, target)``, one number, a mean over rows.
+    ``loss``       ``loss(output, target)``, one number, a mean over rows or what ``weight`` counts.
+    ``weight``     what a part of a batch counts: ``weight(x, y)`` is a number, such as the tokens
+                   that the loss is a mean over. None: rows, or where ``x["labels"]`` makes the
+                   model compute its own loss, the labels other than -100; "rows": always rows.
     ``optimizer``  called once per stage with its parameters; may return several optimizers. "auto"
                    calls it once more before, to see what it makes.
     ``method``     an object from :mod:`offbeat.methods`, or its name; "auto" takes the least lag
@@ -76,7 +80,7 @@ class Trainer(Status):
     ``guards``     what to do about gradients that are not finite or too stale: see
                    :class:`offbeat.guards.Guards`; by default the first loss that is not finite is
                    named in the log.
-    ``engine``     "serial": all stages in this process; "processes": one stage in each process that
+    ``engine``     "serial": all stages in this process; "processes": some in each process that
                    torchrun started; by default whichever the script was started for. "streams":
                    all stages in this process, side by side on one GPU, as CUDA graphs.
     ``compile``    runs every stage through ``torch.compile``.
@@ -85,10 +89,10 @@ class Trainer(Status):
                    (in processes that nobody ends when one of them dies: see docs/replicas.md).
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
 
-    With one stage per process every process runs the same script, calls the same verbs and reads
-    the same ``ledger``, ``readings`` and ``updates``; all get the same answer. R replicas of K
-    stages are R x K processes; there ``step`` takes the part of the batch of this process's
-    replica, which :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part.
+    Several processes run the same script, call the same verbs and read the same ``ledger``,
+    ``readings`` and ``updates``; all get the same answer. Each holds stages of one replica, or
+    whole replicas; there ``step`` takes the part of the batch of this process's replicas, which
+    :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Trainer(Status):
         averaging: Averaging | str | None = None,
         scheduler: SchedulerFactory | None = None,
         clip: float | None = None,
+        weight: Count | Literal["rows"] | None = None,
         seed: int | None = None,
         autocast: torch.dtype | None = None,
         guards: Guards | None = None,
@@ -126,6 +131,7 @@ class Trainer(Status):
         setup = Setup(
             course=course,
             loss=checks.checked_loss(loss),
+            weight=checks.checked_weight(weight, cut.model),
             optimizer=optimizer,
             scheduler=scheduler,
             clip=checks.checked_clip(clip),
@@ -174,10 +180,10 @@ class Trainer(Status):
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
 
-        With one stage per process only the first and the last read data. Replicas in processes of
-        their own get their part of each batch. All processes must have as many batches, which is
-        checked before the first. In a process that takes the place of one that died they begin
-        where the others are (see :attr:`behind`).
+        Of several processes only those of the first and the last stage read data. Replicas in
+        processes of their own get their part of each batch. All processes must have as many
+        batches, which is checked before the first. In a process that takes the place of one that
+        died they begin where the others are (see :attr:`behind`).
         """
         yield from self._catching_up.rest_of(self._pipeline.batches(loader))
 
@@ -201,7 +207,8 @@ class Trainer(Status):
             seed=seed,
             drop_last=drop_last,
             replicas=self.replicas,
-            replica=self._engine.placement.own_replica,
+            parts=self._engine.placement.rows,
+            part=self._engine.placement.share,
         )
 
     def stop_together(self, asked: bool, steps_per_s: float = 0.0) -> bool:

@@ -16,6 +16,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from offbeat.errors import ConfigurationError
+
 _NUMBERS = (int, float, complex)  # and so bool
 _PLAIN = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device)
 _OTHERS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType, Generator, Optimizer)
@@ -140,7 +142,8 @@ class Attributes:
         self._entered: set[int] = set()
         for root in self._modules:
             for path, module in root.named_modules():
-                self._enter(_Holder(module, "", path, vars(module), numbers=False), 0)
+                if not type(module).__module__.startswith("offbeat.cutting"):  # our own frames
+                    self._enter(_Holder(module, "", path, vars(module), numbers=False), 0)
         self._views = [holder.view for holder in self._holders]
         self._names = [list(holder.items) for holder in self._holders]
         self._flat = self._now()
@@ -190,3 +193,17 @@ def hook_of(modules: Iterable[nn.Module]) -> str | None:
                 ):
                     return f"{getattr(hook, '__qualname__', type(hook).__qualname__)} on {path!r}"
     return None
+
+
+def rebound(name: str, value: Any, module: nn.Module, copy: nn.Module) -> Any:
+    """An attribute of a module as its copy has it: a method put on the instance is the copy's."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, copy)
+    if name == "forward":
+        raise ConfigurationError(
+            f"the forward of a {type(module).__name__} was replaced on the instance, by a"
+            f" {type(value).__name__} that would run the whole model in every stage. Replace it by"
+            " types.MethodType(function, module) or in its class; mixed precision is"
+            " Trainer(autocast=torch.bfloat16), with the model as it was before."
+        )
+    return value
