@@ -288,7 +288,7 @@ def disagree(what: str) -> None:
     if what == "threads" and other:
         torch.set_num_threads(2)
     if what == "stages":
-        stages = 3
+        stages = 1
     trainer = trainer_for(network, method, stages=stages)
     for x, y in trainer.batches(batches[: 2 if what == "loader" and other else 3]):
         trainer.step(x, y)
@@ -334,7 +334,7 @@ def watch(stages: int) -> dict[str, Any]:
 
 
 def train_guarded(
-    todo: Sequence[tuple[Method, offbeat.Guards]],
+    todo: Sequence[tuple[Method, offbeat.Guards]], stages: int = 2
 ) -> list[tuple[dict[str, Any], Any]]:
     """Trains on data with a nan in batch 4; returns the weights and what the guards saw."""
     found = []
@@ -342,7 +342,7 @@ def train_guarded(
         network, batches = job_of("cnn")
         batches = [(x.clone(), y) for x, y in batches]
         batches[4][0][0, 0, 0, 0] = float("nan")
-        trainer = trainer_for(network, method, stages=2, guards=guards)
+        trainer = trainer_for(network, method, stages=stages, guards=guards)
         for x, y in trainer.batches(batches * 2):
             trainer.step(x, y)
         trainer.flush()
@@ -490,14 +490,18 @@ def outlive(
     evaluation = trainer.evaluate(batches)
     trainer.flush()
     assert len(trainer.memory()) == stages
-    assert len(trainer.ledger.losses(stages - 1, trainer.rank // stages)) == 12
+    (replica,) = trainer._engine.placement.replicas_here
+    assert len(trainer.ledger.losses(stages - 1, replica)) == 12
     return {"state": trainer.state_dict(), "evaluation": evaluation, "said": said}
 
 
-def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) -> dict[str, Any]:
+def come_back(
+    averaging: Averaging, replicas: int, stages: int, row: int, stumbles: bool
+) -> dict[str, Any]:
     """Trains on while the last process of replica 1 kills itself in step 5, comes back and joins.
 
-    The others wait until it is back. ``stumbles``: its first return dies on the way.
+    The others wait until it is back. ``row``: how many processes hold a replica. ``stumbles``: its
+    first return dies on the way.
     """
     import logging
     import os
@@ -539,7 +543,7 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
                 break
             time.sleep(0.02)
 
-    mortal = trainer.rank == 2 * stages - 1
+    mortal = trainer.rank == 2 * row - 1
     if mortal and stumbles and return_number() == 1:
         threading.Timer(0.2, die).start()  # the others are about to let it in
     refusals = []
@@ -557,8 +561,8 @@ def come_back(averaging: Averaging, replicas: int, stages: int, stumbles: bool) 
                 die()
             trainer.step(x, y)
             steps.append(step)
-            (worker,) = trainer._engine.workers
-            weights[worker.stage.version] = checksum_of(list(worker.stage.parameters))
+            here = [worker.stage for worker in trainer._engine.workers]
+            weights[here[0].version] = checksum_of([list(stage.parameters) for stage in here])
             wait_for_return()
         if not trainer.behind:
             evaluations.append(trainer.evaluate(batches))

@@ -44,6 +44,7 @@ from offbeat.averaging.eager_diloco import EagerStep
 from offbeat.averaging.fragment import Fragment
 from offbeat.averaging.moments import Moments
 from offbeat.averaging.outer import Mean
+from offbeat.averaging.sharding import Sampler
 from offbeat.errors import BatchError, ConfigurationError
 from offbeat.methods import ADL, DSP, GPipe, Method, PipeDream, StaleWeights, Synchronous
 from offbeat.stages.stage import Stage
@@ -943,11 +944,8 @@ def test_a_batch_that_does_not_divide_is_not_started() -> None:
 
 def test_the_sampler_gives_the_same_rows_in_any_layout() -> None:
     whole = trainer_with(AllReduce(), replicas=2).sampler(10, 4, drop_last=False, seed=3)
-    parts = []
-    for replica in (0, 1):
-        sampler = trainer_with(AllReduce(), replicas=2).sampler(10, 4, seed=3)
-        sampler.replica = replica  # as in a process of its own
-        parts.append(sampler)
+    settings: dict[str, Any] = {"shuffle": True, "seed": 3, "drop_last": False, "replicas": 2}
+    parts = [Sampler(10, 4, **settings, parts=2, part=part) for part in (0, 1)]
     assert len(whole) == 3
     first, second = list(whole), list(whole)
     assert first != second

@@ -392,14 +392,15 @@ def test_replicas_that_step_alone_skip_alone() -> None:
     assert all(value.isfinite().all() for value in trainer.state_dict().values())
 
 
-def test_processes_decide_as_one_process_does() -> None:
+@pytest.mark.parametrize("stages", [2, 3])
+def test_processes_decide_as_one_process_does(stages: int) -> None:
     todo = [
         (method, Guards(nonfinite=nonfinite, every=2))
         for method in (Synchronous(), StaleWeights())
         for nonfinite in ("skip", "roll-back")
     ]
-    by_rank = offbeat.launch(jobs.train_guarded, 2, todo, timeout_s=100)
-    alone = jobs.train_guarded(todo)
+    by_rank = offbeat.launch(jobs.train_guarded, 2, todo, stages, timeout_s=100)
+    alone = jobs.train_guarded(todo, stages)
     for ours in by_rank:
         for (state, readings), (expected, expected_readings) in zip(ours, alone, strict=True):
             assert_same_bits(state, expected)

@@ -81,31 +81,37 @@ def by_hand(joins: int) -> dict[str, Any]:
     return dict(models[0].state_dict())
 
 
-def returned(stages: int, stumbles: bool, restart: int) -> tuple[list[dict[str, Any]], int]:
-    """What all processes saw, and the step at which replica 1 joined."""
+def returned(
+    stages: int, stumbles: bool, restart: int, row: int | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """What all processes saw, and the step at which replica 1 joined.
+
+    ``row``: how many processes hold a replica, by default one for each stage.
+    """
+    row = row or stages
     found = offbeat.launch(
-        jobs.come_back, 3 * stages, LocalSGD(2), 3, stages, stumbles,
+        jobs.come_back, 3 * row, LocalSGD(2), 3, stages, row, stumbles,
         timeout_s=200, go_on=True, restart=restart,
     )  # fmt: skip
     assert left_behind() == []
     back = [words for words in found[0]["said"] if "is back" in words]
     step = int(back[-1].split("joins at step ")[1].split(".")[0])
     for rank, result in enumerate(found):
-        words = f"stage {rank % stages}: replica 1 is back and joins at step {step}."
+        words = f"rank {rank}: replica 1 is back and joins at step {step}."
         assert f"{words} Averages go on over replica 0, 1, 2." in result["said"]
         assert f"a replica came back at step {step} of this run" in result["refusals"][-1]
-        if rank // stages == 1:
+        if rank // row == 1:
             assert "do nothing else while trainer.behind is true" in result["refusals"][0]
-        first = step if rank // stages == 1 else 0
+        first = step if rank // row == 1 else 0
         assert result["steps"] == list(range(first, 12 * jobs.EPOCHS))
         assert math.isfinite(result["evaluation"].loss)
         assert result["evaluation"] == found[0]["evaluation"]
         assert_same_bits(result["state"], found[0]["state"])
-    for stage in range(stages):
-        merged = found[stages + stage]["merged"]
+    for place in range(row):
+        merged = found[row + place]["merged"]
         assert len(merged) > 10
         for replica in (0, 2):
-            others = found[replica * stages + stage]["merged"]
+            others = found[replica * row + place]["merged"]
             assert {version: others[version] for version in merged} == merged
     return found, step
 
@@ -118,6 +124,12 @@ def test_a_replica_joins_by_taking_the_average() -> None:
 @pytest.mark.long
 def test_a_replica_of_two_stages_joins_even_if_its_first_return_fails() -> None:
     returned(stages=2, stumbles=True, restart=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stages", "row"), [(2, 1), (3, 2)])
+def test_a_replica_with_several_stages_in_a_process_joins(stages: int, row: int) -> None:
+    returned(stages, stumbles=False, restart=1, row=row)
 
 
 # ------------------------------------------------------------------------- agreement, simulated
@@ -224,7 +236,7 @@ def door(store: Store, rank: int, timeout_s: float, *, done: bool = False) -> It
     survivors: Any = SimpleNamespace(has_lost=lambda _: not done, closing=done)
     mailbox: Any = SimpleNamespace(failure=None)
     made = Door(
-        store, Placement.one_each(1, 3, rank), survivors, mailbox, lambda life: life == 1,
+        store, Placement.across(1, 3, 3, rank), survivors, mailbox, lambda life: life == 1,
         {0: 0, 1: 1, 2: 2}, timeout_s=timeout_s,
     )  # fmt: skip
     made.start()

@@ -188,10 +188,11 @@ def test_a_probe_leaves_statistics_alone() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_every_process_reads_the_same() -> None:
+@pytest.mark.parametrize("processes", [3, 2])
+def test_every_process_reads_the_same(processes: int) -> None:
     alone = jobs.watch(3)
     assert {what for what, *_ in alone["readings"]} == {"staleness", "prediction", "cosine"}
-    for ours in offbeat.launch(jobs.watch, 3, 3, timeout_s=100):
+    for ours in offbeat.launch(jobs.watch, processes, 3, timeout_s=100):
         assert ours == alone
 
 

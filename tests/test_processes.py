@@ -60,16 +60,25 @@ def jobs_for(stages: int) -> list[Job]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stages", [3, *(pytest.param(k, marks=pytest.mark.long) for k in (2, 4))])
-def test_many_processes_give_the_bits_of_one(stages: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "processes"),
+    [
+        (3, 3),
+        (3, 2),
+        pytest.param(2, 2, marks=pytest.mark.long),
+        pytest.param(4, 2, marks=pytest.mark.long),
+        pytest.param(4, 4, marks=pytest.mark.long),
+    ],
+)
+def test_many_processes_give_the_bits_of_one(stages: int, processes: int) -> None:
     """Weights, losses, evaluations, lags, memory and cuts: on every rank what one process says."""
     todo = jobs_for(stages)
-    by_rank = offbeat.launch(jobs.train_all, stages, todo, timeout_s=240)
+    by_rank = offbeat.launch(jobs.train_all, processes, todo, timeout_s=240)
     for place, job in enumerate(todo):
         settings = {name: value for name, value in job[4].items() if name != "faults"}
         alone = jobs.train(job[0], job[1], job[2], job[3], **settings)
         assert None not in alone["losses"][-3:]
-        for rank in range(stages):
+        for rank in range(processes):
             ours = by_rank[rank][place]
             assert_same_bits(ours["state"], alone["state"])
             for name in ("losses", "evaluations", "lags", "ledger_losses", "cuts"):
@@ -142,7 +151,7 @@ def test_disagreements_are_named_with_both_values() -> None:
         "model": "the model differs.*tensors, digest .* on rank 0.* on rank 1",
         "weights": "the weights the model starts from differs.*torch.manual_seed",
         "threads": "the number of threads differs between processes: 1 on rank 0, 2 on rank 1",
-        "stages": "3 stages and the launcher started 2 processes.*--nproc-per-node 3",
+        "stages": "1 stage and the launcher started 2 processes.*--nproc-per-node 1",
         "loader": "the loader has 3 batches on rank 0 and 2 on rank 1",
     }.items():
         with pytest.raises((ConfigurationError, BatchError), match=words):
@@ -162,7 +171,7 @@ def test_loaders_shuffled_differently_are_caught() -> None:
 
 
 def test_processes_must_have_been_started() -> None:
-    with pytest.raises(ConfigurationError, match="needs one process per stage.*torchrun"):
+    with pytest.raises(ConfigurationError, match="needs several processes.*torchrun"):
         jobs.train("cnn", StaleWeights(), 2, engine="processes")
     with pytest.raises(ConfigurationError, match="Did you mean 'processes'"):
         jobs.train("cnn", StaleWeights(), 2, engine="process")
@@ -210,6 +219,11 @@ def test_a_failing_worker_ends_all_and_shows_its_traceback() -> None:
     assert time.monotonic() - start < 40
 
 
+def test_a_failure_names_the_stage_of_several() -> None:
+    with pytest.raises(RuntimeError, match="a fault was planned at 1B2"):
+        offbeat.launch(jobs.run_with, 2, Faults().fail("1B2"), timeout_s=60)
+
+
 def test_a_stall_says_who_waits_for_what() -> None:
     with pytest.raises(WorkerLost) as caught:
         offbeat.launch(jobs.run_with, 3, Faults().delay("1F3", 30.0), 3.0, timeout_s=60)
@@ -225,6 +239,15 @@ def test_a_value_that_never_comes_is_missed_with_words() -> None:
     words, _ = offbeat.launch(jobs.miss_an_exchange, 2, timeout_s=60)
     assert "rank 0 has waited 2 s (timeout=2) for 'lengths' from rank 1: " in words
     assert "give the trainer a longer timeout" in words
+
+
+def test_a_stall_names_every_stage_that_waits() -> None:
+    with pytest.raises(WorkerLost) as caught:
+        offbeat.launch(jobs.run_with, 2, Faults().delay("0F3", 30.0), 3.0, timeout_s=60)
+    words = str(caught.value)
+    assert "rank 0: stage 0 waits for nothing" in words
+    assert "rank 1: stage 1 waits for the activation of batch 3 for stage 1 from stage 0" in words
+    assert "stage 2 waits for the" in words
 
 
 @pytest.mark.parametrize(

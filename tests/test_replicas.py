@@ -70,17 +70,30 @@ def gossip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Averaging:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ["2 x 2", pytest.param("4 x 1", marks=pytest.mark.long)])
-def test_processes_give_the_bits_of_one(layout: str, gossip: Averaging) -> None:
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [
+        ("2 x 2", 4),
+        ("2 x 2", 2),
+        ("2 x 3", 4),
+        ("4 x 1", 2),
+        pytest.param("4 x 1", 4, marks=pytest.mark.long),
+    ],
+)
+def test_processes_give_the_bits_of_one(layout: str, processes: int, gossip: Averaging) -> None:
+    """Replicas times stages: one of each in a process, several stages, or several replicas."""
     todo = ALONE
     if layout == "2 x 2":
         in_pairs: Job = ("dropout", StaleWeights(), gossip, 4, 1, {})
         todo = [*TIMES_STAGES, *whatever_else_joins(), in_pairs]
-    by_rank = offbeat.launch(jobs.train_all_replicas, 4, todo, timeout_s=240)
+    elif layout == "2 x 3":
+        whole = [job for job in TIMES_STAGES if not isinstance(job[2], StreamingDiLoCo)]
+        todo = [(*job[:4], 3, job[5]) for job in whole]
+    by_rank = offbeat.launch(jobs.train_all_replicas, processes, todo, timeout_s=240)
     for place, job in enumerate(todo):
         settings = {name: value for name, value in job[5].items() if name != "faults"}
         alone = jobs.train_replicas(*job[:5], **settings)
-        for rank in range(4):
+        for rank in range(processes):
             ours = by_rank[rank][place]
             assert_same_bits(ours["before"], alone["before"])
             assert_same_bits(ours["after"], alone["after"])
@@ -156,7 +169,7 @@ def test_the_same_batch_everywhere_is_refused() -> None:
 
 def test_a_wrong_number_of_processes_is_named() -> None:
     job: Job = ("cnn", StaleWeights(), DaSGD(2, 1), 2, 2, {})
-    with pytest.raises(ConfigurationError, match=r"replicas=2 times 2 stages need 4 processes"):
+    with pytest.raises(ConfigurationError, match=r"replicas=2 times 2 stages .* the 3 processes"):
         offbeat.launch(jobs.train_all_replicas, 3, [job])
 
 

@@ -41,14 +41,22 @@ def left_behind() -> list[str]:
 
 
 def survivors_of(
-    averaging: Averaging, replicas: int, stages: int, dies: int, at: int, delay_s: float | None
+    averaging: Averaging,
+    replicas: int,
+    stages: int,
+    dies: int,
+    at: int,
+    delay_s: float | None,
+    row: int | None = None,
 ) -> list[dict[str, Any]]:
+    """``row``: how many processes hold a replica, by default one for each stage."""
+    row = row or stages
     found = offbeat.launch(
-        jobs.outlive, replicas * stages, averaging, replicas, stages, dies, at, delay_s,
+        jobs.outlive, replicas * row, averaging, replicas, stages, dies, at, delay_s,
         timeout_s=200, go_on=True,
     )  # fmt: skip
     assert left_behind() == []
-    lost = range(dies // stages * stages, dies // stages * stages + stages)
+    lost = range(dies // row * row, dies // row * row + row)
     assert all((found[rank] is None) == (rank in lost) for rank in range(len(found)))
     return [result for result in found if result is not None]
 
@@ -89,7 +97,7 @@ def test_averages_go_on_over_who_is_left(dies: int, at: int) -> None:
     for result in found:
         assert_same_bits(result["state"], expected)
         (words,) = result["said"]
-        assert f"stage 0: replica {dies} is gone (" in words
+        assert f": replica {dies} is gone (" in words
         assert f"Averages go on over who is left: replica {left[0]}, {left[1]}." in words
 
 
@@ -99,6 +107,22 @@ def test_a_replica_of_two_stages_goes_as_a_whole() -> None:
     assert_same_bits(found[0]["state"], found[1]["state"])
     assert found[0]["evaluation"] == found[1]["evaluation"]
     assert all("replica 1 is gone" in result["said"][0] for result in found)
+
+
+@pytest.mark.parametrize(
+    ("stages", "row", "dies"), [(2, 1, 1), pytest.param(3, 2, 2, marks=pytest.mark.long)]
+)
+def test_a_replica_goes_with_all_stages_of_a_process(stages: int, row: int, dies: int) -> None:
+    found = survivors_of(DaSGD(2, 1), 2, stages, dies, at=5, delay_s=None, row=row)
+    for result in found:
+        assert_same_bits(result["state"], found[0]["state"])
+        assert "replica 1 is gone" in result["said"][0]
+
+
+def test_one_process_of_several_replicas_takes_them_along() -> None:
+    words = r"with 4 replicas in 2 processes: one that dies would take 2 of them with it.*Start 4"
+    with pytest.raises(ConfigurationError, match=words):
+        offbeat.launch(jobs.outlive, 2, DaSGD(2, 1), 4, 1, 1, 5, None, timeout_s=60)
 
 
 @pytest.mark.parametrize("dies", [0, pytest.param(2, marks=pytest.mark.long)])

@@ -130,7 +130,7 @@ def test_an_edge_gets_the_first_kind_that_both_ends_can_use() -> None:
     assert choose(seen, 0, 1) is LINKS[0]
     assert choose(seen, 1, 2) is LINKS[-1]
     assert choose(seen, 0, 2) is LINKS[-1]  # one of the two cannot use the first kind
-    words = rf"no link between stages 0 and 1: .* stage 0 can use {far} and stage 1 none"
+    words = rf"no link between processes 0 and 1 of .* process 0 can use {far} and process 1 none"
     with pytest.raises(ConfigurationError, match=words):
         choose([[[], one], [[], []]], 0, 1)
 

@@ -76,7 +76,7 @@ class Trainer(Status):
     ``guards``     what to do about gradients that are not finite or too stale: see
                    :class:`offbeat.guards.Guards`; by default the first loss that is not finite is
                    named in the log.
-    ``engine``     "serial": all stages in this process; "processes": one stage in each process that
+    ``engine``     "serial": all stages in this process; "processes": some in each process that
                    torchrun started; by default whichever the script was started for. "streams":
                    all stages in this process, side by side on one GPU, as CUDA graphs.
     ``compile``    runs every stage through ``torch.compile``.
@@ -85,10 +85,10 @@ class Trainer(Status):
                    (in processes that nobody ends when one of them dies: see docs/replicas.md).
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
 
-    With one stage per process every process runs the same script, calls the same verbs and reads
-    the same ``ledger``, ``readings`` and ``updates``; all get the same answer. R replicas of K
-    stages are R x K processes; there ``step`` takes the part of the batch of this process's
-    replica, which :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part.
+    Several processes run the same script, call the same verbs and read the same ``ledger``,
+    ``readings`` and ``updates``; all get the same answer. Each holds stages of one replica, or
+    whole replicas; there ``step`` takes the part of the batch of this process's replicas, which
+    :meth:`batches` and :meth:`sampler` provide, and returns the loss of that part.
     """
 
     def __init__(
@@ -174,10 +174,10 @@ class Trainer(Status):
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
 
-        With one stage per process only the first and the last read data. Replicas in processes of
-        their own get their part of each batch. All processes must have as many batches, which is
-        checked before the first. In a process that takes the place of one that died they begin
-        where the others are (see :attr:`behind`).
+        Of several processes only those of the first and the last stage read data. Replicas in
+        processes of their own get their part of each batch. All processes must have as many
+        batches, which is checked before the first. In a process that takes the place of one that
+        died they begin where the others are (see :attr:`behind`).
         """
         yield from self._catching_up.rest_of(self._pipeline.batches(loader))
 
@@ -201,7 +201,8 @@ class Trainer(Status):
             seed=seed,
             drop_last=drop_last,
             replicas=self.replicas,
-            replica=self._engine.placement.own_replica,
+            parts=self._engine.placement.rows,
+            part=self._engine.placement.share,
         )
 
     def stop_together(self, asked: bool, steps_per_s: float = 0.0) -> bool:

@@ -10,8 +10,8 @@ from offbeat.methods.base import require_count
 from offbeat.nest import Nest
 
 
-def shards_of(batch: Nest, replicas: int) -> list[Nest]:
-    """A batch cut into equal contiguous parts, one per replica."""
+def shards_of(batch: Nest, replicas: int, parts: int | None = None) -> list[Nest]:
+    """A batch cut into equal contiguous parts, by default one per replica."""
     if replicas == 1:
         return [batch]
     for tensor in nest.tensors(batch):
@@ -23,7 +23,7 @@ def shards_of(batch: Nest, replicas: int) -> list[Nest]:
                 f" {replicas}, for example with DataLoader(..., drop_last=True). The batch was not"
                 " started."
             )
-    return nest.split(batch, replicas)
+    return nest.split(batch, parts or replicas)
 
 
 class Sampler:
@@ -42,17 +42,18 @@ class Sampler:
         seed: int,
         drop_last: bool,
         replicas: int,
-        replica: int | None,
+        parts: int,
+        part: int,
     ) -> None:
-        """``replica``: whose part; None for whole batches."""
+        """``part``: which of so many; of one, batches are whole."""
         require_count("batch_size", batch_size)
         if not isinstance(data, Sized):
             require_count("data", data, most=2**62)
         self.epoch = 0
-        self.replica = replica
+        self.is_whole = parts == 1
+        self._parts, self._part = parts, part
         self._rows = data if isinstance(data, int) else len(data)
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
-        self._replicas = replicas
         self._drop_last = drop_last
         last = self._rows % batch_size
         if batch_size % replicas or (not drop_last and last % replicas):
@@ -80,12 +81,10 @@ class Sampler:
         self.epoch += 1
         for number in range(len(self)):
             batch = order[number * self._size : (number + 1) * self._size]
-            if self.replica is not None:
-                batch = batch.tensor_split(self._replicas)[self.replica]
-            yield batch.tolist()
+            yield batch.tensor_split(self._parts)[self._part].tolist()
 
 
 def is_sharded(loader: object) -> bool:
     """Whether a loader already gives each process its own part."""
     sampler = getattr(loader, "batch_sampler", None)
-    return isinstance(sampler, Sampler) and sampler.replica is not None
+    return isinstance(sampler, Sampler) and not sampler.is_whole

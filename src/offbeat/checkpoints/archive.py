@@ -73,8 +73,11 @@ class Archive:
             pipeline.drain()
         # The last write first: two snapshots at once would double what is held in memory.
         self.wait()
-        ranks = drained.keepers(pipeline) if drain else list(range(self._engine.size))
-        files = drained.files_of(pipeline, ranks) if drain else exact.files_of(pipeline)
+        ranks = list(range(self._engine.size))
+        if drain:
+            replica = drained.keeper(pipeline)
+            ranks = self._engine.placement.row_of(replica)
+        files = drained.files_of(pipeline, replica) if drain else exact.files_of(pipeline)
         if data is not None and self._engine.rank == ranks[0]:
             # A copy: it is written while the loader goes on.
             files[DATA] = deepcopy(data.state_dict() if hasattr(data, "state_dict") else data)

@@ -32,10 +32,10 @@ _OF_CORRECTIONS = ("method", "stages", "cuts", "corrections")
 """What must be the same for corrections to go on with what they remember."""
 
 
-def keepers(pipeline: Pipeline) -> list[int]:
-    """The ranks that write: those of the first replica that is there."""
+def keeper(pipeline: Pipeline) -> int:
+    """The replica that is written: the first that is there."""
     with pipeline.stopping_on_error():
-        return pipeline.engine.first_row()
+        return pipeline.engine.first_replica()
 
 
 def model_of(manifest: Manifest) -> str:
@@ -43,17 +43,17 @@ def model_of(manifest: Manifest) -> str:
     return PICKLED if PICKLED in manifest["files"] else MODEL
 
 
-def files_of(pipeline: Pipeline, ranks: Sequence[int]) -> dict[str, Any]:
-    """What this process writes. ``ranks``: who writes."""
+def files_of(pipeline: Pipeline, replica: int) -> dict[str, Any]:
+    """What this process writes."""
     state = pipeline.weights()  # by every process
-    files: dict[str, Any] = {MODEL: state} if pipeline.engine.rank == ranks[0] else {}
+    files: dict[str, Any] = {}
     for worker in pipeline.engine.workers:
-        if worker.stage.replica == ranks[0] // len(ranks):
+        if worker.stage.replica == replica:
             found = files[file_of(0, worker.stage.index)] = _stage_state(
                 worker.stage, pipeline.cut.model
             )
             if worker.stage.index == 0:
-                found["place"] = pipeline.position.state()
+                found["place"], files[MODEL] = pipeline.position.state(), state
     return files
 
 

@@ -50,16 +50,16 @@ def files_of(pipeline: Pipeline) -> dict[str, Any]:
     words = pipeline.meet("saving", None if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
-    _refuse_without(words, pipeline.cut.stages)
+    _refuse_without(words, len(engine.placement.row))
     if (theirs := next(filter(None, words), None)) is not None:
         raise CheckpointError(theirs)
     states[0]["process"] = _process_state(pipeline)
     return dict(zip(own_files(engine.placement), states, strict=True))
 
 
-def _refuse_without(words: list[Any], stages: int) -> None:
+def _refuse_without(words: list[Any], row: int) -> None:
     """Refuses where processes go on without a replica."""
-    gone = sorted({rank // stages for rank, text in enumerate(words) if text is LOST})
+    gone = sorted({rank // row for rank, text in enumerate(words) if text is LOST})
     if gone:
         raise CheckpointError(
             f"replica {', '.join(map(str, gone))} has died, and an exact checkpoint holds what"

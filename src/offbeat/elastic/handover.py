@@ -13,6 +13,7 @@ from offbeat import nest
 from offbeat.averaging.replicas import mean_of
 from offbeat.checkpoints import tensorfile
 from offbeat.engines.pipeline import Pipeline
+from offbeat.engines.worker import Worker
 from offbeat.errors import CheckpointError, ConfigurationError, StoppedError
 from offbeat.nest import Nest
 from offbeat.stages.snapshot import on_device
@@ -36,13 +37,18 @@ def let_in(pipeline: Pipeline) -> None:
 
 
 def _state_of(pipeline: Pipeline) -> State:
-    (worker,) = pipeline.engine.workers
-    assert worker.averager is not None
     return {
         "position": pipeline.position.state() | {"owed": []},
         "asked": pipeline.replicas.asked,
         "questions": pipeline.engine.questions,
         "first": pipeline.first,
+        "workers": list(map(_worker_state, pipeline.engine.workers)),
+    }
+
+
+def _worker_state(worker: Worker) -> State:
+    assert worker.averager is not None
+    return {
         "began_at": worker.began_at,
         "stage": worker.stage.snapshot(),
         "averager": worker.averager.snapshot(debts=False),  # which are this replica's own
@@ -67,17 +73,22 @@ def join(pipeline: Pipeline) -> None:
         pipeline.position.load(state["position"])
         pipeline.replicas.asked = state["asked"]
         engine.questions = state["questions"]
-        (worker,) = engine.workers
-        assert worker.averager is not None
-        pipeline.follow(worker, *state["began_at"])
-        # Weights are the same in all; moments and running statistics are each replica's own.
-        means = {
-            name: _mean([other["stage"][name] for other in given])
-            for name in ("buffers", "optimizers")
-        }
-        worker.stage.restore(state["stage"] | means)
-        worker.averager.restore(state["averager"])
+        everyone = zip(*(other["workers"] for other in given), strict=True)
+        for worker, of_worker in zip(engine.workers, everyone, strict=True):
+            _take_over(pipeline, worker, of_worker)
         pipeline.models.hide()
+
+
+def _take_over(pipeline: Pipeline, worker: Worker, given: Sequence[State]) -> None:
+    assert worker.averager is not None
+    own = given[0]
+    pipeline.follow(worker, *own["began_at"])
+    # Weights are the same in all; moments and running statistics are each replica's own.
+    means = {
+        name: _mean([other["stage"][name] for other in given]) for name in ("buffers", "optimizers")
+    }
+    worker.stage.restore(own["stage"] | means)
+    worker.averager.restore(own["averager"])
 
 
 def _mean(nests: Sequence[Nest]) -> Nest:

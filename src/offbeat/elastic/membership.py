@@ -40,9 +40,9 @@ _CONNECTING_S = 15.0
 """Both sides are connecting already, so this is ample."""
 
 
-def _connect(store: Store, number: int, stage: int, survivor: int, *, returning: bool) -> Pair:
+def _connect(store: Store, number: int, place: int, survivor: int, *, returning: bool) -> Pair:
     """Needs nobody but the two, who must both be about to do this."""
-    meeting = PrefixStore(f"{number}/pair/{stage}/{survivor}", store.clone())  # type: ignore[attr-defined]
+    meeting = PrefixStore(f"{number}/pair/{place}/{survivor}", store.clone())  # type: ignore[attr-defined]
     whom = f"replica {survivor}" if returning else "the one that has come back"
     return connect_two(meeting, _CONNECTING_S, whom, first=not returning)
 
@@ -67,7 +67,8 @@ class Door(threading.Thread):
         """
         super().__init__(daemon=True, name="offbeat-door")
         self._store: Store = returns_of(store.clone())  # type: ignore[attr-defined]
-        self._rank, self._ranks = placement.rank, placement.ranks
+        self._rank, self._own, self._place = placement.rank, placement.share, placement.place
+        self._rows = [placement.row_of(replica) for replica in range(placement.replicas)]
         self._survivors, self._mailbox, self._is_dead = survivors, mailbox, is_dead
         self._lives, self._timeout_s = lives, timeout_s
         self._changed = threading.Condition()
@@ -97,7 +98,7 @@ class Door(threading.Thread):
                 return None
             self._admission = None
             admission, _ = found
-            self._lives[admission.life % len(self._ranks)] = admission.life
+            self._lives[admission.life % len(self._rows)] = admission.life
             self._changed.notify_all()
             return found
 
@@ -123,7 +124,6 @@ class Door(threading.Thread):
         who, note = f"{number}/who", f"{number}/note"
         self._wait(lambda: self._there(who))
         replica = int(self._store.get(who))
-        own, stage = divmod(self._rank, len(self._ranks[0]))
 
         def until(condition: Callable[[], bool]) -> bool:
             self._wait(lambda: self._there(note) or condition())
@@ -132,11 +132,11 @@ class Door(threading.Thread):
         lost = self._survivors.has_lost
         if not (
             until(lambda: replica not in self._lives or lost(self._lives[replica]))
-            and until(lambda: self._there(f"{number}/here/{stage}"))
+            and until(lambda: self._there(f"{number}/here/{self._place}"))
         ):
             return None
         self._store.set(f"{number}/meets/{self._rank}", "yes")
-        pair = self._connected(number, stage, own)
+        pair = self._connected(number)
         if pair is None:  # it died meanwhile; without us there is no note but "void"
             self._wait(lambda: self._there(note))
             return None
@@ -149,14 +149,14 @@ class Door(threading.Thread):
         if until(lambda: self._all(f"{number}/promise", replica) is not None):
             ranks = self._all(f"{number}/promise", replica) or []
             step = max(int(self._store.get(f"{number}/promise/{rank}")) for rank in ranks)
-            members = sorted({self._lives[rank // len(self._ranks[0])] for rank in ranks})
+            members = sorted({self._lives[rank // len(self._rows[0])] for rank in ranks})
             self._store.compare_set(note, "", json.dumps([step, members]))
         words = json.loads(self._store.get(note))
         if words == VOID:
             return None
-        return Admission(replica + len(self._ranks) * number, *words), pair
+        return Admission(replica + len(self._rows) * number, *words), pair
 
-    def _connected(self, number: int, stage: int, own: int) -> Pair | None:
+    def _connected(self, number: int) -> Pair | None:
         """The connections with a returning replica; None once it has died.
 
         Made by a thread, because it would wait long for one that died, and so would the next.
@@ -165,7 +165,8 @@ class Door(threading.Thread):
 
         def connect() -> None:
             with suppress(RuntimeError):
-                pairs.append(_connect(self._store, number, stage, own, returning=False))
+                pair = _connect(self._store, number, self._place, self._own, returning=False)
+                pairs.append(pair)
 
         thread = threading.Thread(target=connect, daemon=True, name="offbeat-connecting")
         self._connecting.append(thread)
@@ -179,7 +180,7 @@ class Door(threading.Thread):
             rank
             for replica, life in self._lives.items()
             if replica != returning and not self._is_dead(life)
-            for rank in self._ranks[replica]
+            for rank in self._rows[replica]
         ]
         return ranks if self._there(*(f"{name}/{rank}" for rank in ranks)) else None
 
@@ -198,7 +199,7 @@ class _Closed(Exception):
 
 
 class Membership:
-    """One stage of one replica among others, of which any may die and come back."""
+    """The stages here of one replica among others, of which any may die and come back."""
 
     def __init__(
         self,
@@ -211,7 +212,8 @@ class Membership:
     ) -> None:
         self._placement, self._mailbox, self._board = placement, mailbox, board
         self._device, self._timeout_s = device, timeout_s
-        self._replica, self._stage = divmod(placement.rank, placement.stages)
+        self._replica, self._place = placement.share, placement.place
+        self._rows = [placement.row_of(replica) for replica in range(placement.replicas)]
         self._limit = f"within {timeout_s:g} s (timeout={timeout_s:g})"
         self.door: Door | None = None
         """Lets in who comes back, if the launcher starts processes again."""
@@ -222,9 +224,9 @@ class Membership:
         """From now on averages are taken among those who are left."""
         placement, mailbox = self._placement, self._mailbox
         survivors = mailbox.peers = Survivors(
-            self._stage,
+            self._place,
             life,
-            [row[self._stage] for row in placement.ranks],
+            [row[self._place] for row in self._rows],
             pairs,
             device=self._device,
             deliver=mailbox.put,
@@ -233,7 +235,7 @@ class Membership:
         )
         if RESTARTS in os.environ:
             store, is_dead = groups.root_store(), self._board.is_dead
-            returns_of(store).set("stages", str(placement.stages))
+            returns_of(store).set("row", str(len(placement.row)))
             there = range(placement.replicas) if members is None else [*members, life]
             lives = {one % placement.replicas: one for one in there}
             self.door = Door(
@@ -267,7 +269,7 @@ class Membership:
             raise WorkerLost("the run ended before this replica could join.")
         survivors.joined = True
         survivors.say_who_is_back(admission)
-        store.set(f"{number}/joined/{self._stage}", "yes")
+        store.set(f"{number}/joined/{self._place}", "yes")
         self._board.look_for_stop()  # a later request leaves time enough to be noticed
         return admission, gifts
 
@@ -279,13 +281,13 @@ class Membership:
         def is_answered() -> bool:
             if store.check([note]):
                 return True
-            for other, row in enumerate(self._placement.ranks):
-                met = store.check([f"{number}/meets/{row[self._stage]}"])
+            for other, row in enumerate(self._rows):
+                met = store.check([f"{number}/meets/{row[self._place]}"])
                 if other != self._replica and other not in pairs and met:
-                    pairs[other] = _connect(store, number, self._stage, other, returning=True)
+                    pairs[other] = _connect(store, number, self._place, other, returning=True)
             return False
 
-        store.set(f"{number}/here/{self._stage}", "yes")
+        store.set(f"{number}/here/{self._place}", "yes")
         self._wait(
             is_answered,
             f"replica {self._replica} has come back, and the others have not let it in"

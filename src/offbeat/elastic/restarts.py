@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 log = logging.getLogger("offbeat")
 
 Child = subprocess.Popen[bytes]
-RETURN, STAGES, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_STAGES", "OFFBEAT_RESTARTS"
-"""What the launcher tells its children: which return this is, of how many stages; may others."""
+RETURN, ROW, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_ROW", "OFFBEAT_RESTARTS"
+"""What the launcher tells its children: which return this is, of how many processes; may others."""
 VOID = "void"
 """In place of the note by which a return is agreed on, when it has come to nothing."""
 
@@ -42,7 +42,7 @@ class Restarts:
         self._store = returns_of(store)
         self._left = left
         self._number = 0
-        self._stages = 0
+        self._size = 0
         self._waiting: range | None = None
         """The ranks that were started again and have not joined yet."""
 
@@ -54,14 +54,14 @@ class Restarts:
             self._look_for_dead()
 
     def _look_for_dead(self) -> None:
-        if not self._stages:
-            if not self._store.check(["stages"]):
+        if not self._size:
+            if not self._store.check(["row"]):
                 return  # nobody has come as far as to go on without another
-            self._stages = int(self._store.get("stages"))
+            self._size = int(self._store.get("row"))
         ended = [child.poll() for child in self._children]
-        for first in range(0, len(ended), self._stages):
-            row = range(first, first + self._stages)
-            of_row = ended[first : first + self._stages]
+        for first in range(0, len(ended), self._size):
+            row = range(first, first + self._size)
+            of_row = ended[first : first + self._size]
             if None not in of_row and any(of_row) and None in ended:
                 self._start_again(row)
                 return
@@ -69,9 +69,9 @@ class Restarts:
     def _start_again(self, row: range) -> None:
         self._left -= 1
         self._number += 1
-        replica = row.start // self._stages
+        replica = row.start // self._size
         log.warning("replica %d has died: its processes are started again.", replica)
-        more = {RESTARTS: "1", RETURN: str(self._number), STAGES: str(self._stages)}
+        more = {RESTARTS: "1", RETURN: str(self._number), ROW: str(self._size)}
         for rank in row:
             stdin = self._children[rank].stdin
             if stdin is not None:
@@ -81,7 +81,7 @@ class Restarts:
         self._waiting = row
 
     def _look_after(self, row: range) -> None:
-        keys = [f"{self._number}/joined/{stage}" for stage in range(self._stages)]
+        keys = [f"{self._number}/joined/{place}" for place in range(self._size)]
         if self._store.check(keys):
             self._waiting = None
             return

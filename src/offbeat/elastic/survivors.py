@@ -32,9 +32,9 @@ _KEPT = 2
 
 
 def connect_replicas(
-    replica: int, stage: int, replicas: int, store: Store, timeout_s: float
+    replica: int, place: int, replicas: int, store: Store, timeout_s: float
 ) -> dict[int, Pair]:
-    """The links of a stage with the same stage of all other replicas.
+    """The links of a process with those at the same place in the rows of all other replicas.
 
     What a replica has sent must arrive even if it dies meanwhile: memory of its own would be gone.
     """
@@ -42,7 +42,7 @@ def connect_replicas(
     for other in range(replicas):  # in this order nobody waits for one who waits for another
         if other != replica:
             low, high = sorted((replica, other))
-            edge = PrefixStore(f"stage-{stage}/{low}-{high}", store)
+            edge = PrefixStore(f"place-{place}/{low}-{high}", store)
             first = replica == low
             pairs[other] = connect_two(edge, timeout_s, f"replica {other}", first=first)
     return pairs
@@ -58,11 +58,11 @@ class Admission(NamedTuple):
 
 
 class Survivors:
-    """One stage's edges to the same stage of the other replicas."""
+    """The edges of a process to those that hold the same stages of the other replicas."""
 
     def __init__(
         self,
-        stage: int,
+        place: int,
         replica: int,
         ranks: Sequence[int],
         pairs: Mapping[int, Pair],
@@ -72,21 +72,21 @@ class Survivors:
         declare_dead: Callable[[int], None],
         members: Sequence[int] | None = None,
     ) -> None:
-        """``ranks``: of this stage in every replica. ``pairs``: the links with each of the others.
+        """``ranks``: at this ``place`` in every row. ``pairs``: the links with each of the others.
 
         ``members``: whom a replica that has come back joins; it and they are named by their lives
         (see :mod:`offbeat.elastic.membership`), which at the beginning are the replicas' numbers.
         """
-        self._stage, self._replica = stage, replica
+        self._place, self._replica = place, replica
         self._device, self._deliver_average = device, deliver
         self._declare_dead = declare_dead
-        self._ranks = ranks
+        self._ranks, self._rank = ranks, ranks[replica % len(ranks)]
         self._left = {*(range(len(ranks)) if members is None else members), replica}
         self._dead: set[int] = set()
         self._parts: dict[Key, dict[int, list[Tensor]]] = defaultdict(dict)
         self._sent_s: dict[Key, float] = {}
         """The averages this replica has started and not completed."""
-        self._finished: dict[tuple[str, int], list[Key]] = defaultdict(list)
+        self._finished: dict[tuple[str, int, int], list[Key]] = defaultdict(list)
         self._heard: dict[int, set[int]] = {other: set() for other in self._others()}
         """Whose death each of the others has told us of."""
         self._lock = threading.RLock()
@@ -136,7 +136,7 @@ class Survivors:
         senders = [life % len(self._ranks) for life in replicas]
         times = self._sent_s.pop(key), time.perf_counter()
         self._deliver_average(key, Gathered(in_order, *times, len(in_order), senders))
-        finished = self._finished[key.what, key.source]
+        finished = self._finished[key.what, key.to, key.source]
         finished.append(key)
         while len(finished) > _KEPT:
             self._parts.pop(finished.pop(0), None)
@@ -150,8 +150,8 @@ class Survivors:
             self._left.discard(replica)
             self._dead.add(replica)
             log.warning(
-                "stage %d: replica %d is gone (%s). Averages go on over who is left: replica %s.",
-                self._stage,
+                "rank %d: replica %d is gone (%s). Averages go on over who is left: replica %s.",
+                self._rank,
                 replica % len(self._ranks),
                 str(error).splitlines()[0],
                 self._names(),
@@ -172,7 +172,7 @@ class Survivors:
             if replica in self._dead
         ]
         estate = {"dead": sorted(self._dead), "held": held}
-        self._connections[other].put(Key("obituary", self._stage, len(self._dead)), estate)
+        self._connections[other].put(Key("obituary", self._place, len(self._dead)), estate)
 
     def _arrived(self, sender: int, arrival: Arrival) -> None:
         message = arrival.message()
@@ -200,15 +200,15 @@ class Survivors:
             self._left.add(admission.life)
             self._heard[admission.life] = set()
             self._connect(admission.life, pair)
-            self._connections[admission.life].put(Key("welcome", self._stage, admission.step), gift)
+            self._connections[admission.life].put(Key("welcome", self._place, admission.step), gift)
             if self._dead:
                 self._send_obituary(admission.life)
             self.say_who_is_back(admission)
 
     def say_who_is_back(self, admission: Admission) -> None:
         log.warning(
-            "stage %d: replica %d is back and joins at step %d. Averages go on over replica %s.",
-            self._stage,
+            "rank %d: replica %d is back and joins at step %d. Averages go on over replica %s.",
+            self._rank,
             admission.life % len(self._ranks),
             admission.step,
             self._names(),

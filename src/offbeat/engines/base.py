@@ -176,9 +176,9 @@ class Engine(ABC):
     def await_messages(self, step: int) -> None:
         """Returns when all that other stages have sent before this call has arrived."""
 
-    def first_row(self) -> list[int]:
-        """The ranks of the first replica that is there."""
-        return [0]
+    def first_replica(self) -> int:
+        """The first replica that is there."""
+        return 0
 
     def notes(self) -> Notes:
         """For a thread that has to agree with its like in the other processes."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from offbeat.elastic.restarts import STAGES, return_number
+from offbeat.elastic.restarts import ROW, return_number
 from offbeat.errors import WorkerLost
 from offbeat.records import disk
 from offbeat.transport import groups
@@ -31,9 +31,9 @@ def main() -> None:
         store = TCPStore("127.0.0.1", port, is_master=False)
         if number := return_number():
             # Nobody waits for it at init_process_group: only its replica's own processes do.
-            stages = int(os.environ[STAGES])
+            size = int(os.environ[ROW])
             fresh = PrefixStore(f"return-{number}", store)
-            groups.join_at(fresh, rank % stages, stages)
+            groups.join_at(fresh, rank % size, size)
         else:
             groups.join_at(store, rank, size)
     function, args = _call(folder / "call")

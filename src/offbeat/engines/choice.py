@@ -45,7 +45,7 @@ def _choose(name: str | None) -> str:
         )
     if name == "processes" and not launched:
         raise ConfigurationError(
-            "engine='processes' needs one process per stage: start the script with"
+            "engine='processes' needs several processes: start the script with"
             " torchrun --nproc-per-node K, or use offbeat.launch."
         )
     return name or ("processes" if launched else "serial")

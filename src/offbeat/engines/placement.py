@@ -1,18 +1,28 @@
 """Which stages of which replica live in which process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+
+from offbeat.cutting.balance import cut_by_costs
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A grid of ranks, and which of them this process is.
+    """Rows of processes, and which of them this process is.
 
-    >>> Placement.in_one(stages=3).stages_of(0)
+    A *row* is the processes that hold a replica; each has stages of it that follow each other. Or
+    it is one process, which then may hold several replicas. All rows are as long, and alike.
+
+    >>> Placement.across(stages=3, replicas=1, processes=1, rank=0).stages_here
     [0, 1, 2]
-    >>> one_each = Placement.one_each(stages=2, replicas=2, rank=3)
-    >>> one_each.replicas_here, one_each.stages_of(1), one_each.listeners
-    ([1], [1], [0, 1])
+    >>> split = Placement.across(stages=3, replicas=2, processes=4, rank=3)
+    >>> split.row, split.replicas_here, split.stages_here, split.firsts, split.listeners
+    ([2, 3], [1], [1, 2], [0, 1], [0, 2])
+    >>> whole = Placement.across(stages=3, replicas=4, processes=2, rank=1)
+    >>> whole.row, whole.replicas_here, whole.stages_here, whole.share
+    ([1], [2, 3], [0, 1, 2], 1)
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -20,14 +30,22 @@ class Placement:
     rank: int
 
     @classmethod
-    def in_one(cls, stages: int, replicas: int = 1) -> "Placement":
-        """All stages of all replicas in this process."""
-        return cls(((0,) * stages,) * replicas, 0)
+    def across(
+        cls,
+        stages: int,
+        replicas: int,
+        processes: int,
+        rank: int,
+        counts: Sequence[int] | None = None,
+    ) -> "Placement":
+        """Replica after replica over all processes, which must be as many as fit.
 
-    @classmethod
-    def one_each(cls, stages: int, replicas: int, rank: int) -> "Placement":
-        """A process for every stage of every replica, replica after replica."""
-        rows = (range(r * stages, (r + 1) * stages) for r in range(replicas))
+        ``counts``: how many stages each process of a row holds; about equally many by default.
+        """
+        together, places = max(1, replicas // processes), max(1, processes // replicas)
+        counts = counts or counts_by([1.0] * stages, places)
+        row = [place for place, count in enumerate(counts) for _ in range(count)]
+        rows = [[places * (r // together) + place for place in row] for r in range(replicas)]
         return cls(tuple(map(tuple, rows)), rank)
 
     @cached_property
@@ -38,6 +56,29 @@ class Placement:
     def replicas(self) -> int:
         return len(self.ranks)
 
+    def row_of(self, replica: int) -> list[int]:
+        """The processes that hold a replica, in the order of its stages."""
+        return sorted(set(self.ranks[replica]))
+
+    @cached_property
+    def row(self) -> list[int]:
+        """The processes of this one's row."""
+        return self.row_of(self.replicas_here[0])
+
+    @cached_property
+    def place(self) -> int:
+        """Which process of its row this is."""
+        return self.row.index(self.rank)
+
+    @cached_property
+    def rows(self) -> int:
+        return len(set(self.ranks))
+
+    @cached_property
+    def share(self) -> int:
+        """Which row this is, and which part of a batch it trains on."""
+        return self.rank // len(self.row)
+
     @cached_property
     def replicas_here(self) -> list[int]:
         return [replica for replica, row in enumerate(self.ranks) if self.rank in row]
@@ -47,27 +88,40 @@ class Placement:
         return [stage for stage, rank in enumerate(self.ranks[replica]) if rank == self.rank]
 
     @cached_property
+    def stages_here(self) -> list[int]:
+        """The stages that this process holds, of every replica that it holds."""
+        return self.stages_of(self.replicas_here[0])
+
+    @cached_property
     def holds_first(self) -> bool:
-        """Whether the first stage of some replica lives in this process."""
-        return any(row[0] == self.rank for row in self.ranks)
+        return self.stages_here[0] == 0
 
     @cached_property
     def holds_last(self) -> bool:
-        return any(row[-1] == self.rank for row in self.ranks)
+        return self.stages_here[-1] == self.stages - 1
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether all stages of the replicas of this process live in it."""
-        return all(len(self.stages_of(replica)) == self.stages for replica in self.replicas_here)
+        return len(self.row) == 1
 
     @cached_property
-    def own_replica(self) -> int | None:
-        """Whose part of a batch this process trains on; None where all replicas live in it."""
-        here = self.replicas_here
-        return here[0] if len(here) == 1 < self.replicas or not self.is_whole else None
+    def firsts(self) -> list[int]:
+        """The first stage that each process of a row holds."""
+        own = self.ranks[self.replicas_here[0]]
+        return [own.index(rank) for rank in self.row]
 
     @cached_property
     def listeners(self) -> list[int]:
-        """The stages that are told every loss: the last that each process of a replica holds."""
-        row = self.ranks[self.replicas_here[0]]
-        return sorted({rank: stage for stage, rank in enumerate(row)}.values())
+        """The stages that are told every loss: the last that each process of a row holds."""
+        return [first - 1 for first in self.firsts[1:]] + [self.stages - 1]
+
+
+def counts_by(costs: Sequence[float], places: int) -> list[int]:
+    """How many stages each of so many processes holds, where the stages cost so much.
+
+    >>> counts_by([4, 1, 1, 1], 2)
+    [1, 3]
+    """
+    cuts = [0, *cut_by_costs(costs, places), len(costs)]
+    return [end - begin for begin, end in pairwise(cuts)]

@@ -1,11 +1,11 @@
-"""The processes engine: one stage of one replica in this process, the others in theirs."""
+"""The processes engine: some stages of a replica, or whole replicas, here; the others elsewhere."""
 
 import itertools
 import os
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from functools import cached_property
 from math import ceil
@@ -27,6 +27,7 @@ from offbeat.engines.board import LOST, NOTICED_S, Board, SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.feed import checksum_of, pairs_of
 from offbeat.engines.placement import Placement
+from offbeat.engines.serial import choose_updates_last
 from offbeat.engines.setup import Setup, describe
 from offbeat.engines.world import (
     OPEN,
@@ -43,7 +44,7 @@ from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
 from offbeat.transport import connect, groups
 from offbeat.transport.base import Key
-from offbeat.transport.mailbox import Mailbox
+from offbeat.transport.mailbox import Box, Mailbox
 
 _REMEDIES = {
     "the model": "Build the same model everywhere.",
@@ -61,7 +62,7 @@ _REMEDIES = {
 
 
 class Processes(Engine):
-    """Rows of processes, one stage in each and one row per replica, for one trainer."""
+    """Rows of processes, each with one replica of a trainer's or several."""
 
     way_on = "Start the processes again, and resume() from a checkpoint."
 
@@ -81,73 +82,81 @@ class Processes(Engine):
         self.timeout_s = timeout_s
         again = return_number()
         rank = int(os.environ["RANK"]) if again else groups.rank()
-        check_size(int(os.environ["WORLD_SIZE"]) if again else groups.size(), stages, replicas)
-        super().__init__(Placement.one_each(stages, replicas, rank))
-        self.replica, self.stage = divmod(rank, stages)
-        self.stages, self.replicas = stages, replicas
+        size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
+        check_size(size, stages, replicas, outlive)
+        super().__init__(Placement.across(stages, replicas, size, rank))
+        placement = self.placement
         self.returning = again > 0
         if self.returning:
-            check_return(groups.size(), stages, outlive)
+            check_return(groups.size(), len(placement.row), outlive)
         self._everyone, self._row_group, self._peers = self._groups()
         # Whose ledgers and the like are put together: whoever cannot die without this process.
-        self._ranks = list(self.placement.ranks[self.replica])
-        self._company = self._ranks if outlive else list(range(self.size))
+        self._company = placement.row if outlive else list(range(size))
         self._company_group = self._row_group if outlive else self._everyone
         name = self._everyone.group_name
-        life = self.replica + replicas * again if again else None
-        row = stages if outlive else None
+        life = placement.share + replicas * again if again else None
+        row = len(placement.row) if outlive else None
         self._board = Board(self.rank, self.size, name, timeout_s, row, life)
         # Before connections that only some would make.
         self._compare({"when_replica_dies": "go on" if outlive else "stop"})
-        self.transport = self._mailbox(groups.store_of(self._everyone), outlive)
-        self.transports = {self.replica: self.transport}
-        self._board.watch(self.transport)
+        self._mailbox = self._open_mailbox(groups.store_of(self._everyone), outlive)
+        self.transports.update(self._mailbox.boxes)
+        self._board.watch(self._mailbox)
         self._notes = self._board.notes()
         self._meetings = 0
-        OPEN.append((self._board, self.transport))
+        OPEN.append((self._board, self._mailbox))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
-        weakref.finalize(self, say_goodbye, self._board, self.transport)
+        weakref.finalize(self, say_goodbye, self._board, self._mailbox)
 
-    def _groups(self) -> tuple[Any, Any, Any]:
-        """All processes, those of this replica, and those of this stage if there are replicas."""
-        timeout_s = self.timeout_s
+    def _groups(self) -> tuple[Any, Any, Mapping[int, Any]]:
+        """All processes, those of this row, and by stage those that hold it in any row."""
+        timeout_s, placement = self.timeout_s, self.placement
         everyone = groups.new(range(groups.size()), timeout_s)
         # The world of a replica that has come back is its own row.
-        if self.replicas == 1 or self.returning:
-            return everyone, everyone, None
-        ranks = self.placement.ranks
-        rows = [groups.new(row, timeout_s) for row in ranks]
-        columns = [groups.new_patient(column, timeout_s) for column in zip(*ranks, strict=True)]
-        return everyone, rows[self.replica], columns[self.stage]
+        if placement.rows == 1 or self.returning:
+            return everyone, everyone, {}
+        rows = {tuple(placement.row_of(r)): None for r in range(placement.replicas)}
+        own = [groups.new(row, timeout_s) for row in rows][placement.share]
+        columns = [dict.fromkeys(ranks) for ranks in zip(*placement.ranks, strict=True)]
+        peers = [groups.new_patient(list(column), timeout_s) for column in columns]
+        return everyone, own, {stage: peers[stage] for stage in placement.stages_here}
 
-    def _mailbox(self, store: Store, outlive: bool) -> Mailbox:
+    def _open_mailbox(self, store: Store, outlive: bool) -> Mailbox:
         """``store``: where this trainer's links find each other."""
-        row = PrefixStore(f"row-{self.replica}", store)
-        device, timeout_s = self._device, self.timeout_s
+        placement, device, timeout_s = self.placement, self._device, self.timeout_s
+        row = PrefixStore(f"row-{placement.share}", store)
+        pairs = connect(placement.place, self.share_in_row, row, device, timeout_s)
         mailbox = Mailbox(
-            self.stage,
-            self._ranks,
-            connect(self.stage, self.share_in_row, row, device, timeout_s),
+            placement.rank,
+            placement.stages_here,
+            placement.replicas_here,
+            {placement.row[place]: pair for place, pair in pairs.items()},
             device=device,
             timeout_s=timeout_s,
             stalled=self._board.everyone_waits_for,
         )
         if outlive:
             self.membership = Membership(
-                self.placement, mailbox, self._board, device=device, timeout_s=timeout_s
+                placement, mailbox, self._board, device=device, timeout_s=timeout_s
             )
         if self.membership is not None and not self.returning:
-            pairs = connect_replicas(self.replica, self.stage, self.replicas, store, timeout_s)
-            self.membership.begin(pairs, self.replica)
-        elif self._peers is not None:
+            others = connect_replicas(
+                placement.share, placement.place, placement.replicas, store, timeout_s
+            )
+            self.membership.begin(others, placement.share)
+        elif self._peers:
             mailbox.peers = groups.Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
         return mailbox
 
     def run(self) -> None:
         """The others run theirs, and messages keep them in step."""
-        for worker in self.workers:
-            while worker.pending:
-                worker.advance()
+        while busy := [worker for worker in self.workers if worker.pending]:
+            # One alone waits by itself, with what it can do before a message is there.
+            ready = [worker for worker in busy if worker.ready()] if len(busy) > 1 else busy
+            if ready:
+                choose_updates_last(ready).advance()
+            else:
+                self._mailbox.await_any([(w.stage.replica, w.needs(w.pending[0])) for w in busy])
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -157,9 +166,10 @@ class Processes(Engine):
                 "trainer.mesh: this process takes the place of one that died, and the groups of"
                 " torch.distributed that it belonged to cannot take it in."
             )
-        ranks = torch.arange(self.size).view(self.replicas, self.stages)
+        placement = self.placement
+        ranks = torch.arange(self.size).view(placement.rows, -1)
         peers = (
-            self._peers
+            self._peers.get(placement.stages_here[0])
             or [groups.new([rank], self.timeout_s) for rank in range(self.size)][self.rank]
         )
         axes = [peers, self._row_group]
@@ -168,8 +178,8 @@ class Processes(Engine):
     # ---------------------------------------------------------------- agreeing
 
     def share_in_row(self, name: str, value: Any) -> list[Any]:
-        """The values of this replica's processes, by stage."""
-        return self._board.exchange(name, value, self._ranks)
+        """The values of this row's processes, in order."""
+        return self._board.exchange(name, value, self.placement.row)
 
     def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
         tensors = cut.model.state_dict()
@@ -219,49 +229,64 @@ class Processes(Engine):
                     f" rank {rank}:"
                     " give every process the same data."
                 )
-        first, last = self.stage == 0, self.stage == self.stages - 1
+        placement = self.placement
+        first, last = placement.holds_first, placement.holds_last
         if not (first or last or all_need_targets) and length is not None:
             yield from itertools.repeat((None, None), length)
             return
         whole = not is_sharded(loader)
         for x, y in pairs_of(loader, "batches"):
-            if whole and self.replicas > 1:
-                x, y = (shards_of(part, self.replicas)[self.replica] for part in (x, y))
+            if whole:
+                x, y = (
+                    shards_of(part, placement.replicas, placement.rows)[placement.share]
+                    for part in (x, y)
+                )
             yield x if first else None, y if first or last or all_need_targets else None
 
     def share_first(self, x: Nest) -> Nest:
         """So that the cut and the heads are decided everywhere alike."""
-        if self.stage == 0:
-            for other in range(1, self.stages):
-                self.transport.send(Key("batch", other, 0), x)
-            return x
-        return self.transport.receive(Key("batch", self.stage, 0))
+        transport, own = self._transport, self.placement.stages_here[0]
+        if own > 0:
+            return transport.receive(Key("batch", own, 0))
+        for other in self._other_processes():
+            transport.send(Key("batch", other, 0), x)
+        return x
 
     def refuse_equal_shards(self, x: Nest, y: Nest) -> None:
         """They would learn nothing from each other."""
-        if self.replicas == 1:
+        if self.placement.rows == 1:
             return
         sums = self._board.exchange("shards", checksum_of([x, y]))
-        for replica in range(1, self.replicas):
-            ends = (0, self.stages - 1)
-            fed = [(sums[stage], sums[replica * self.stages + stage]) for stage in ends]
-            if all(first == other is not LOST for first, other in fed):
+        ends = [(row[0], row[-1]) for row in self.placement.ranks]
+        for replica, other in enumerate(ends):
+            fed = [(sums[a], sums[b]) for a, b in zip(ends[0], other, strict=True)]
+            if other != ends[0] and all(ours == theirs is not LOST for ours, theirs in fed):
                 raise BatchError(
                     f"replicas 0 and {replica} were fed the same batch. With replicas in processes"
                     " of their own each takes its part of it: loop over trainer.batches(loader), or"
                     " give the loader batch_sampler=trainer.sampler(data, batch_size)."
                 )
 
+    def _other_processes(self) -> list[int]:
+        """A stage of every other process of this row."""
+        return [stage for stage in self.placement.firsts if stage not in self.placement.stages_here]
+
+    @property
+    def _transport(self) -> Box:
+        """That of a replica here: the only one, where messages go to other processes."""
+        return next(iter(self._mailbox.boxes.values()))
+
     # ---------------------------------------------------------------- sharing
 
     def share_result(self, score: Score) -> Evaluation:
-        last, number = self.stages - 1, self.ask()
-        if self.stage == last:
-            result = score.result()
-            for other in range(last):
-                self.transport.send(Key("result", other, number, last), asdict(result))
-            return result
-        return Evaluation(**self.transport.receive(Key("result", self.stage, number, last)))
+        last, number = self.placement.stages - 1, self.ask()
+        if not self.placement.holds_last:
+            key = Key("result", self.placement.stages_here[0], number, last)
+            return Evaluation(**self._transport.receive(key))
+        result = score.result()
+        for other in self._other_processes():
+            self._transport.send(Key("result", other, number, last), asdict(result))
+        return result
 
     def gather_memory(self) -> list[StageMemory]:
         own = [asdict(memory) for memory in super().gather_memory()]
@@ -287,9 +312,12 @@ class Processes(Engine):
 
     def share_tensors(self, tensors: Iterable[Tensor], stage: int) -> list[Tensor]:
         """One stage's tensors, in its whole row; elsewhere ``tensors`` says what to expect."""
+        if self.placement.is_whole:
+            return list(tensors)
         shared = [tensor.detach().cpu().clone() for tensor in tensors]
+        row, rank = self.placement.row, self.placement.ranks[self.placement.replicas_here[0]][stage]
         for tensor in shared:
-            groups.broadcast(tensor, self._row_group, stage)
+            groups.broadcast(tensor, self._row_group, row.index(rank))
         return [tensor.to(self._device) for tensor in shared]
 
     def _share_bytes(self, data: bytes) -> list[bytes]:
@@ -309,11 +337,11 @@ class Processes(Engine):
 
     def await_messages(self, step: int) -> None:
         """A marker follows what was sent before it along every edge, also where it is passed on."""
-        others = [stage for stage in range(self.stages) if stage != self.stage]
+        own, others = self.placement.stages_here[0], self._other_processes()
         for other in others:
-            self.transport.send(Key("marker", other, step, self.stage), None)
+            self._transport.send(Key("marker", other, step, own), None)
         for other in others:
-            self.transport.receive(Key("marker", self.stage, step, other))
+            self._transport.receive(Key("marker", own, step, other))
 
     def meet(self, name: str, value: Any = None) -> list[Any]:
         """Every process's value, by rank, or LOST for one that died; a failure ends the wait."""
@@ -323,27 +351,29 @@ class Processes(Engine):
         self._notes.tell(name, [value])
         found = self._notes.hear(name, None, lambda: self.has_failed or time.monotonic() > deadline)
         for rank, note in enumerate(found):
-            needed = rank in self._company or not self._board.is_dead(rank // self.stages)
+            life = rank // len(self.placement.row)
+            needed = rank in self._company or not self._board.is_dead(life)
             if note is None and needed:
                 missed = WorkerLost(
                     f"rank {rank} did not come to a checkpoint: that process has died, or it takes"
                     f" longer than {self.timeout_s:g} s (timeout={self.timeout_s:g}). Its own"
                     " output says why."
                 )
-                raise self.transport.failure or self._board.failure() or missed
+                raise self._mailbox.failure or self._board.failure() or missed
         return [LOST if note is None else note[0] for note in found]
 
-    def first_row(self) -> list[int]:
+    def first_replica(self) -> int:
         """All who are left say the same."""
-        rows = self.placement.ranks
         if self.size == len(self._company):
-            return list(rows[0])
+            return 0
         came = self.meet("left")  # this process's own row always comes, or the meeting fails
-        return next(list(row) for row in rows if all(came[rank] is not LOST for rank in row))
+        replicas = range(self.placement.replicas)
+        left = (r for r in replicas if all(came[k] is not LOST for k in self.placement.row_of(r)))
+        return next(left)
 
     @property
     def has_failed(self) -> bool:
-        return self.transport.failure is not None
+        return self._mailbox.failure is not None
 
     def notes(self) -> SharedNotes:
         return self._board.notes()
@@ -369,4 +399,4 @@ class Processes(Engine):
         else:
             self._board.report("".join(traceback.format_exception(error)))
             self._board.say_gone(str(error), None)
-        self.transport.fail(WorkerLost("this process failed earlier."))
+        self._mailbox.fail(WorkerLost("this process failed earlier."))

@@ -16,7 +16,7 @@ class Serial(Engine):
     runs_in_turn = True
 
     def __init__(self, stages: int, replicas: int) -> None:
-        super().__init__(Placement.in_one(stages, replicas))
+        super().__init__(Placement.across(stages, replicas, 1, 0))
         self.transports = within(replicas)
         self.choose: Choose = choose_updates_last
 

@@ -38,7 +38,7 @@ class Streams(Engine):
                 " other there: set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first use of CUDA.",
                 stacklevel=3,
             )
-        super().__init__(Placement.in_one(stages))
+        super().__init__(Placement.across(stages, 1, 1, 0))
         self.lanes: list[Lanes] = []
         addresses = Addresses()
         for _ in range(stages):

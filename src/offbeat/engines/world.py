@@ -32,24 +32,37 @@ def say_goodbye(board: Board, edges: Mailbox) -> None:
     edges.close()
 
 
-def check_size(size: int, stages: int, replicas: int) -> None:
-    if size == stages * replicas:
-        return
-    if replicas == 1:
+def check_size(size: int, stages: int, replicas: int, outlive: bool) -> None:
+    """Whether so many processes can share the stages out."""
+    if replicas == 1 and size > stages:
         raise ConfigurationError(
-            f"the model has {stages} stages and the launcher started {size} processes: one"
-            f" stage runs in each. Start {stages} (torchrun --nproc-per-node {stages} ...), cut the"
-            f" model into {size} (stages={size}), or train replicas of it (replicas=...)."
+            f"the model has {_counted(stages, 'stage')} and the launcher started {size} processes:"
+            f" each runs one stage or more. Start {stages} or fewer (torchrun --nproc-per-node"
+            f" {stages} ...), cut the model into {size} (stages={size}), or train replicas of it"
+            " (replicas=...)."
         )
-    raise ConfigurationError(
-        f"replicas={replicas} times {stages} {'stage' if stages == 1 else 'stages'} need"
-        f" {replicas * stages} processes, and the launcher started {size}. Start"
-        f" {replicas * stages} (torchrun --nproc-per-node {replicas * stages} on one machine)."
-    )
+    if (size % replicas and replicas % size) or size > stages * replicas:
+        most = replicas * stages
+        raise ConfigurationError(
+            f"replicas={replicas} times {_counted(stages, 'stage')} cannot be shared out among the"
+            f" {size} processes that the launcher started: each runs stages of one replica, or"
+            f" whole replicas. Start {most} (torchrun --nproc-per-node {most} on one machine), a"
+            f" smaller multiple of {replicas}, or a divisor of {replicas}."
+        )
+    if outlive and size < replicas:
+        raise ConfigurationError(
+            f"when_replica_dies='go on' with {replicas} replicas in {size} processes: one that dies"
+            f" would take {replicas // size} of them with it. Start {replicas} processes or a"
+            " multiple of that."
+        )
 
 
-def check_return(world: int, stages: int, outlive: bool) -> None:
-    if world != stages or not outlive or OPEN:
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def check_return(world: int, row: int, outlive: bool) -> None:
+    if world != row or not outlive or OPEN:
         raise ConfigurationError(
             "this process takes the place of one that died, so its script must do what that one's"
             " did: the first trainer is the one that is joined, with as many stages as before and"

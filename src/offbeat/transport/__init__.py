@@ -40,19 +40,19 @@ def within(replicas: int, lanes: Addresses | None = None) -> dict[int, Transport
 
 
 def choose(seen: Sequence[Sequence[Sequence[str]]], low: int, high: int) -> type[Link]:
-    """The kind of link between two places of a row.
+    """The kind of link between two processes of a row.
 
-    ``seen``: for every place the names of the kinds that reach from it, for each other place.
+    ``seen``: for every one the names of the kinds that reach from it, for each other one.
     """
     both = {*seen[low][high]} & {*seen[high][low]}
     for kind in LINKS:
         if kind.name in both:
             return kind
     raise ConfigurationError(
-        f"no link between stages {low} and {high}: of the kinds that there are"
-        f" ({_listed([kind.name for kind in LINKS])}), stage {low} can use"
-        f" {_listed(seen[low][high])} and stage {high} {_listed(seen[high][low])}. Start the"
-        " processes on one host."
+        f"no link between processes {low} and {high} of a replica: of the kinds that there are"
+        f" ({_listed([kind.name for kind in LINKS])}), process {low} can use"
+        f" {_listed(seen[low][high])} and process {high} {_listed(seen[high][low])}. Start"
+        " them on one host."
     )
 
 
@@ -84,7 +84,7 @@ def connect(
             other = low + 1 if place == low else low
             edge, theirs = PrefixStore(str(low), store), addresses[other][kind.name]
             end = End(place == low, edge, theirs, device, timeout_s)
-            pairs[other] = open_pair(kind, end, f"stage {other}")
+            pairs[other] = open_pair(kind, end, f"process {other} of this replica")
     return pairs
 
 

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -112,25 +112,26 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:
 
 
 class Collectives:
-    """The parts of all replicas of a stage by one collective; it breaks when one of them dies."""
+    """The parts of all rows for a stage by one collective; it breaks when one of them dies."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        of_stage: Mapping[int, dist.ProcessGroup],
         device: torch.device,
         deliver: Callable[[Key, Gathered], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._group, self._device = group, device
+        """``of_stage``: a group each, because only what one stage asks for comes in order."""
+        self._groups, self._device = of_stage, device
         self._deliver, self._failed = deliver, failed
         self._lock = threading.Lock()
         self.threads: Sequence[threading.Thread] = ()
 
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
         sent_s = time.perf_counter()
-        replicas = self._group.size()
+        group = self._groups[key.to]
         rows = [part.detach().cpu().contiguous() for part in parts]
-        results, works = self._sum(rows) if summed else self._collect(rows)
+        results, works = _sum(rows, group) if summed else _collect(rows, group)
         left = len(works)
 
         def one_done(future: Any) -> None:
@@ -146,29 +147,31 @@ class Collectives:
                     return
             there = [result.to(self._device) for result in results]
             every = [there] if summed else [list(one) for one in zip(*there, strict=True)]
-            self._deliver(key, Gathered(every, sent_s, time.perf_counter(), replicas))
+            self._deliver(key, Gathered(every, sent_s, time.perf_counter(), group.size()))
 
         # The callbacks hold the rows until everything is sent.
         one_done.rows = rows  # type: ignore[attr-defined]
         for work in works:
             work.get_future().add_done_callback(one_done)
 
-    def _sum(self, rows: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        results = [row.clone() for row in rows]  # in place, so never in the sender's own memory
-        buckets = [
-            bucket for row in results for bucket in row.split(max(1, _BUCKET_BYTES // row.itemsize))
-        ]
-        return results, [dist.all_reduce(b, group=self._group, async_op=True) for b in buckets]
-
-    def _collect(self, rows: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        results = [row.new_empty(self._group.size(), *row.shape) for row in rows]
-        return results, [
-            _all_gather(_bytes_of(result), _bytes_of(row), group=self._group, async_op=True)
-            for result, row in zip(results, rows, strict=True)
-        ]
-
     def close(self) -> None:
         """Nothing is open: what was gathered has arrived, or nobody will ask for it."""
+
+
+def _sum(rows: list[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], list[Any]]:
+    results = [row.clone() for row in rows]  # in place, so never in the sender's own memory
+    buckets = [
+        bucket for row in results for bucket in row.split(max(1, _BUCKET_BYTES // row.itemsize))
+    ]
+    return results, [dist.all_reduce(b, group=group, async_op=True) for b in buckets]
+
+
+def _collect(rows: list[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], list[Any]]:
+    results = [row.new_empty(group.size(), *row.shape) for row in rows]
+    return results, [
+        _all_gather(_bytes_of(result), _bytes_of(row), group=group, async_op=True)
+        for result, row in zip(results, rows, strict=True)
+    ]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class Connection:
 
 
 class Peers(Protocol):
-    """How the same stage of all replicas put their parts together."""
+    """How all rows put the parts of a stage together."""
 
     @property
     def threads(self) -> Sequence[threading.Thread]: ...

@@ -1,8 +1,9 @@
-"""The messages of one process in a row: what arrives waits here, what is for others goes on.
+"""The messages of one process: what arrives waits here, what is for others goes on.
 
-Sending puts a message into the queue of a thread; another thread per neighbour always has its next
-receive posted, so messages arrive while the worker computes. A message for a stage further away is
-passed on by the threads in between. Which kind of link carries them makes no difference here.
+Between stages of one process a message is a reference. For another process it is put into the queue
+of a thread; another thread per neighbour always has its next receive posted, so messages arrive
+while the workers compute. A message for a process further away is passed on by the threads in
+between. Which kind of link carries them makes no difference here.
 """
 
 import threading
@@ -19,58 +20,97 @@ from offbeat.transport.base import Gathered, Key
 from offbeat.transport.link import Connection, Pair, Peers
 from offbeat.transport.wire import Arrival
 
+Wish = tuple[int, Sequence[Key]]
+"""A replica, and the messages that one of its stages waits for."""
+
+
+class Box:
+    """The transport of one replica in a process."""
+
+    def __init__(self, mailbox: "Mailbox", replica: int) -> None:
+        self._mailbox, self._replica = mailbox, replica
+
+    def send(self, key: Key, message: Any) -> None:
+        self._mailbox.send(self._replica, key, message)
+
+    def arrived(self, key: Key) -> bool:
+        return self._mailbox.has((self._replica, [key]))
+
+    def receive(self, key: Key) -> Any:
+        """Waits for a message; a failed neighbour or too long a wait ends it with words."""
+        self._mailbox.await_any([(self._replica, [key])])
+        return self._mailbox.take(self._replica, key)
+
+    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
+        self._mailbox.gather(self._replica, key, parts, summed=summed)
+
+    def waiting(self, stage: int) -> dict[Key, Any]:
+        return self._mailbox.waiting(self._replica, stage)
+
+    def clear(self) -> None:
+        self._mailbox.clear()
+
 
 class Mailbox:
-    """The transport of one process in a row of processes, one stage each, beside its peers."""
+    """All messages of one process in a row of processes, beside its peers in the other rows."""
 
     def __init__(
         self,
-        stage: int,
-        ranks: Sequence[int],
+        rank: int,
+        stages: Sequence[int],
+        replicas: Sequence[int],
         neighbours: Mapping[int, Pair],
         *,
         device: torch.device,
         timeout_s: float,
         stalled: Callable[[], str],
     ) -> None:
-        """``ranks``: of the row's stages. ``neighbours``: the links with them, by stage."""
-        self._stage = stage
-        self._device = device
+        """``stages``, ``replicas``: those here. ``neighbours``: the links with them, by rank."""
+        self._rank, self._stages, self._device = rank, stages, device
         self._timeout_s = timeout_s
         self._stalled = stalled
-        self._inbox: dict[Key, Any] = {}
+        self._inbox: dict[tuple[int, Key], Any] = {}
         self._changed = threading.Condition()
         self._failure: OffbeatError | None = None
-        self._waiting: tuple[Key, float] | None = None
+        self._waiting: tuple[Sequence[Wish], float] | None = None
         self._closing = False
+        self.boxes = {replica: Box(self, replica) for replica in replicas}
+        self._brought: dict[Key, dict[int, Sequence[Tensor]]] = {}
+        """Of averages whose parts not all replicas here have brought yet."""
         self.peers: Peers | None = None
-        """The other replicas; without any an average is what this one has."""
+        """The other rows; without any an average is what the replicas here have."""
         self._neighbours: dict[int, Connection] = {}
         for other, pair in neighbours.items():
-            broke = partial(self._lose, f"rank {ranks[other]}", ranks[other])
-            self._neighbours[other] = Connection(pair, str(ranks[other]), self._deliver, broke)
+            broke = partial(self._lose, f"rank {other}", other)
+            self._neighbours[other] = Connection(pair, str(other), self._deliver, broke)
         for neighbour in self._neighbours.values():  # now that one can pass on to another
             neighbour.start()
 
-    # ---------------------------------------------------------------- the transport
+    # ---------------------------------------------------------------- what boxes ask for
 
-    def send(self, key: Key, message: Any) -> None:
+    def send(self, replica: int, key: Key, message: Any) -> None:
         """To its receiver, or to the neighbour that passes it on."""
-        if key.to == self._stage:
-            self.put(key, message)
+        if key.to in self._stages:
+            self._put(replica, key, message)
         else:
-            self._neighbours[self._stage + (1 if key.to > self._stage else -1)].put(key, message)
+            step = 1 if key.to > self._stages[-1] else -1
+            self._neighbours[self._rank + step].put(key, message)
 
-    def arrived(self, key: Key) -> bool:
+    def has(self, wish: Wish) -> bool:
+        replica, keys = wish
         with self._changed:
-            return key in self._inbox
+            return all((replica, key) in self._inbox for key in keys)
 
-    def receive(self, key: Key) -> Any:
-        """Waits for a message; a failed neighbour or too long a wait ends it with words."""
+    def take(self, replica: int, key: Key) -> Any:
+        with self._changed:
+            return self._inbox.pop((replica, key))
+
+    def await_any(self, wishes: Sequence[Wish]) -> None:
+        """Until one of them can be met; a failure or too long a wait ends it with words."""
         started = time.monotonic()
         with self._changed:
-            self._waiting = (key, started)
-            while key not in self._inbox:
+            self._waiting = (wishes, started)
+            while not any(map(self.has, wishes)):
                 if self._failure is not None:
                     raise self._failure
                 left = self._timeout_s - (time.monotonic() - started)
@@ -79,53 +119,75 @@ class Mailbox:
                 self._changed.wait(min(left, 1.0))
             else:
                 self._waiting = None
-                return self._inbox.pop(key)
+                return
         everyone = self._stalled()
         raise WorkerLost(
             f"no message for {self._timeout_s:g} s (timeout={self._timeout_s:g}):\n  {everyone}"
         )
 
-    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
+    def gather(self, replica: int, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
+        """The parts of all replicas here go to the other rows together."""
+        brought = self._brought.setdefault(key, {})
+        brought[replica] = parts
+        if len(brought) < len(self.boxes):
+            return
+        own = [list(brought[one]) for one in self.boxes]
+        del self._brought[key]
         if self.peers is None:
             now_s = time.perf_counter()
-            self.put(key, Gathered([list(parts)], now_s, now_s, 1))
+            self.put(key, Gathered(own, now_s, now_s, 1))
+        elif summed:
+            sums = [sum(same[1:], start=same[0]) for same in zip(*own, strict=True)]
+            self.peers.gather(key, sums, summed=True)
         else:
-            self.peers.gather(key, parts, summed=summed)
+            self.peers.gather(key, [part for parts in own for part in parts], summed=False)
 
-    def waiting(self, stage: int) -> dict[Key, Any]:
+    def waiting(self, replica: int, stage: int) -> dict[Key, Any]:
         with self._changed:
-            return {key: message for key, message in self._inbox.items() if key.to == stage}
+            found = self._inbox.items()
+            return {key: m for (one, key), m in found if (one, key.to) == (replica, stage)}
 
     def clear(self) -> None:
         with self._changed:
             self._inbox.clear()
+        self._brought.clear()
 
     # ---------------------------------------------------------------- what arrives
 
-    def put(self, key: Key, message: Any) -> None:
+    def put(self, key: Key, gathered: Gathered) -> None:
+        """What all rows have brought, for every replica here."""
+        here, parts = len(self.boxes), gathered.parts
+        if len(parts) > 1:  # not summed on the way
+            size = len(parts[0]) // here
+            parts = [row[n * size : (n + 1) * size] for row in parts for n in range(here)]
+        gathered = gathered._replace(parts=parts, replicas=gathered.replicas * here)
+        for replica in self.boxes:
+            self._put(replica, key, gathered)
+
+    def _put(self, replica: int, key: Key, message: Any) -> None:
         with self._changed:
-            self._inbox[key] = message
+            self._inbox[replica, key] = message
             self._changed.notify_all()
 
     def _deliver(self, arrival: Arrival) -> None:
-        here = arrival.key.to == self._stage
+        (replica,) = self.boxes  # a process with neighbours holds stages of one
+        here = arrival.key.to in self._stages
         # What is passed on stays where it has arrived.
-        self.send(arrival.key, arrival.message(self._device if here else None))
+        self.send(replica, arrival.key, arrival.message(self._device if here else None))
 
     # ---------------------------------------------------------------- watching
 
     def waits_for(self) -> str:
-        """What this worker waits for right now, in words."""
+        """What the workers wait for right now, in words."""
         waiting = self._waiting
         if waiting is None:
-            return (
-                f"stage {self._stage} waits for nothing (it computes, or the script is elsewhere)"
-            )
-        key, since = waiting
-        return (
-            f"stage {self._stage} waits for {key} from {key.sender}"
-            f" since {time.monotonic() - since:.1f} s"
-        )
+            stages = sorted({self._stages[0], self._stages[-1]})
+            whose = f"stage {' to '.join(map(str, stages))}"
+            return f"{whose} waits for nothing (it computes, or the script is elsewhere)"
+        wishes, since = waiting
+        keys = [key for replica, keys in wishes for key in keys if not self.has((replica, [key]))]
+        words = [f"stage {key.to} waits for {key} from {key.sender}" for key in keys]
+        return f"{', '.join(words)} since {time.monotonic() - since:.1f} s"
 
     @property
     def failure(self) -> OffbeatError | None:
