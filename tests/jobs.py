@@ -750,6 +750,7 @@ def lose_a_process_in(verb: str, folder: Path, stages: int, replicas: int) -> No
         time.sleep(3.0)
         trainer.flush()
     except BaseException as error:
-        words = f"{time.time()} {type(error).__name__}: {error}"
+        notes = "\n".join(getattr(error, "__notes__", []))
+        words = f"{time.time()} {type(error).__name__}: {error}\n{notes}"
         (folder / f"heard-{trainer.rank}").write_text(words)
         raise
