@@ -259,7 +259,13 @@ def test_a_killed_process_ends_the_others_with_words(action: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("verb", ["save", "drain", "state_dict", "evaluate", "ledger", "memory"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("save", "state_dict", "evaluate"),
+        *(pytest.param(verb, marks=pytest.mark.long) for verb in ("drain", "ledger", "memory")),
+    ],
+)
 def test_who_died_is_known_everywhere_within_two_seconds(
     verb: str, layout: tuple[int, int], tmp_path: Path
 ) -> None:
