@@ -59,7 +59,9 @@ class Direct:
                 return network.forward(flight.batch, work, given, graph=True)
             work.given = given
             work.given_as = [tensor._version for tensor in nest.tensors(given)]
-            with torch.no_grad(), network.buffers.restored():
+            # The first has a graph, so that a loss that looks beyond its arguments is seen to.
+            first = network.habits.inputs_changed is None
+            with torch.set_grad_enabled(first), network.buffers.restored():
                 return network.forward(flight.batch, work, given, graph=False)
 
     def prepare(self, flight: Flight) -> None:

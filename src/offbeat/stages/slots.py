@@ -184,7 +184,7 @@ def kind_of(values: Nest) -> Kind:
 
 
 def uneven(network: Network, parameter: nn.Parameter) -> StageError:
-    name = next(n for m in network.modules for n, p in m.named_parameters() if p is parameter)
+    name = network.names[id(parameter)]
     return StageError(
         f"stage {network.index}: {name} has a gradient in some batches and none in others, but a"
         " recorded update steps the same weights every time. Use engine='serial', or let every"

@@ -42,8 +42,6 @@ class Stage:
         self.module, self.head, self.modules = network.module, network.head, network.modules
         self.parameters, self.trainable = network.parameters, network.trainable
         self.habits = network.habits
-        self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
-        """What parameters are called in messages; those who know the whole model know better."""
         self.norm_order: list[int] | None = None
         """Where the norms of all stages' gradients come in the order of the unsplit model's
         parameters; None if that is theirs already."""
@@ -82,7 +80,7 @@ class Stage:
         self.runner.begin(fill)
 
     def _refuse_overlapping(self) -> None:
-        named = ((self.names[id(p)], p) for p in dict.fromkeys(self.parameters))
+        named = ((self.network.names[id(p)], p) for p in dict.fromkeys(self.parameters))
         for one, other in overlapping(named):
             raise StageError(
                 f"stage {self.index}: {one!r} and {other!r} are two parameters in the same memory,"
