@@ -32,6 +32,7 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
+from jobs import counted_tokens, padded_batches, token_loss, token_net, weighted_trainer
 from offbeat import nest, transport
 from offbeat.app.build import optimizer_factory
 from offbeat.app.experiment import Experiment
@@ -47,7 +48,7 @@ from offbeat.corrections import (
 from offbeat.engines import checks, streams
 from offbeat.errors import ConfigurationError, GuardError, StageError
 from offbeat.guards import Guards
-from offbeat.methods import ADL, DSP, METHODS, Phases, PipeDream, StaleWeights, Synchronous
+from offbeat.methods import ADL, DSP, METHODS, RULES, Phases, PipeDream, StaleWeights, Synchronous
 from offbeat.optimizers import Muon
 from offbeat.records.ledger import Ledger
 from offbeat.rng import seeded
@@ -56,6 +57,7 @@ from offbeat.stages.gathered import counts_on_device
 from offbeat.stages.lanes import Lanes, NotRecordable
 from offbeat.stages.network import Network
 from offbeat.stages.recorded import Recorded
+from offbeat.stages.slots import Slot
 from offbeat.stages.stage import Stage
 from offbeat.transport.memory import Memory
 
@@ -151,7 +153,13 @@ class PretendedRecording:
         self._built_in = self._numbers()
 
     def _numbers(self) -> Any:
-        """What a real recording has built in: an update's lag, momentum, rate, and addresses."""
+        """What a real recording has built in: an update's lag, momentum, rate, and addresses; the
+        factor on a loss's gradient, unless it is read from memory.
+        """
+        slot = getattr(self._function, "__self__", None)
+        if isinstance(slot, Slot) and self._function == slot.run_backward:
+            work = slot._takeoff
+            return work.scale if work.scale_at is None else None
         stage = self._lane.stage
         assert stage is not None
         if self._function != runner_of(stage).show_and_step:
@@ -323,6 +331,43 @@ def test_numbers_that_change_are_never_those_of_an_older_recording() -> None:
             cnn(), image_batches(45), StaleWeights(), scheduler=scheduler, cuts=[3, 6]
         )
     assert all(not runner.recorded_update.latest for runner in runners_of(trainer))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [ADL(accumulate=2), PipeDream(accumulate=4), *(DSP(accumulate=2, backward=r) for r in RULES)],
+    ids=str,
+)
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_a_part_counts_is_read_by_a_recording_not_built_in(method: Any, empty: bool) -> None:
+    """Another number with every part, from one recording; a part that counts nothing among them."""
+    batches = padded_batches(16)
+    for _, y in batches[5::3] if empty else ():
+        y.tensor_split(method.accumulate)[1][:] = -100
+    settings = {"cuts": [1, 3], "loss": token_loss, "weight": counted_tokens}
+    trainer = compare(token_net(), batches, method, **settings)
+    for runner in runners_of(trainer):
+        assert len(runner.free) == 1
+        assert replays(runner) > 20
+
+
+def test_a_checkpoint_of_streams_has_the_share_of_each_part_in_flight(tmp_path: Path) -> None:
+    batches = padded_batches(14)
+    ends = []
+    for engine in ("streams", "serial"):
+        first = weighted_trainer(ADL(2), cuts=[1, 3], engine="streams")
+        for x, y in batches[:7]:
+            first.step(x, y)
+        first.save(tmp_path / engine, wait=True)
+        second = weighted_trainer(ADL(2), cuts=[1, 3], engine=engine)
+        second.resume(tmp_path / engine)
+        for trainer in (first, second):
+            for x, y in batches[7:]:
+                trainer.step(x, y)
+            trainer.flush()
+            ends.append(trainer.state_dict())
+    for end in ends[1:]:
+        assert_same_bits(end, ends[0])
 
 
 def test_dropout_draws_the_serial_numbers() -> None:

@@ -113,7 +113,7 @@ class Pipeline:
             if self.position.step == 0:
                 self.engine.refuse_equal_shards(x, y)
             if not self.is_built:
-                sample = self.cut.sample(shards[0][0], schedule.micro_batches)
+                sample = self.cut.sample(shards[0].x, schedule.micro_batches)
                 self.build(self.engine.share_first(sample))
             self.models.hide()
             if step == 0:

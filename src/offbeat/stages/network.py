@@ -235,7 +235,11 @@ class Network:
         self, work: Work, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward begins, and with which gradients."""
+        if work.scale == 0.0:  # times zero, a loss that is no number would still be none
+            return [], []
         if work.loss is not None:
+            if work.scale_at is not None:
+                return [work.loss], [work.scale_at.to(work.loss.dtype).expand_as(work.loss)]
             whole = work.scale == 1.0
             return [work.loss], [None if whole else torch.full_like(work.loss, work.scale)]
         pairs = [

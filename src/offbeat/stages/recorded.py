@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _WARM_UP = 2
 """Times a kind of batch runs unrecorded first: libraries choose and allocate on first use."""
 _MOST_KINDS = 4
-"""Kinds of batches (shapes, layouts, shares) that are recorded; others run unrecorded."""
+"""Kinds of batches (by shapes and layouts) that are recorded; others run unrecorded."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,12 @@ class Recorded:
         places = self.lanes.addresses.take(stage.index, flight.batch)
         if places is None:
             places = [None] * len(nest.tensors(given))
-        kind = (kind_of(given), kind_of(target), scale, stage.module.training)
+        kind = (
+            kind_of(given),
+            kind_of(target),
+            stage.fill.micro_batches == 1,
+            stage.module.training,
+        )
         slot = self._slot_for(kind, given, target)
         flight.note = _Note(kind, places, slot)
         if slot is None:
@@ -154,7 +159,7 @@ class Recorded:
         if stage.corrector.active:
             weights = stage.corrector.forward_weights(flight, stage.version, None)
         flight.lent = weights is not None
-        slot.fill(given, target, weights)
+        slot.fill(given, target, scale, weights)
         if slot.draws:
             self.lane.seed(stage.network.seed_of(flight.batch))
         slot.forward.replay()
@@ -175,6 +180,9 @@ class Recorded:
     def backward(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         note: _Note = flight.note
         slot = note.slot
+        assert flight.work is not None
+        if flight.work.scale == 0.0:
+            return self._pass_over(flight)
         if slot is None:
             # Autograd runs a backward in the stream of its forward.
             self.lane.wait(self.back.now())
@@ -195,6 +203,17 @@ class Recorded:
         slot.landed = self._mark(self.back)
         self.free[slot.kind].append(slot)
         return sent
+
+    def _pass_over(self, flight: Flight) -> list[Tensor | None]:
+        """The backward of a part that counts nothing: no gradient comes of it."""
+        note: _Note = flight.note
+        self._stage.flights.land(flight.batch)
+        if note.slot is not None:
+            if note.slot.flown is not None:
+                self.back.wait(note.slot.flown)
+            note.slot.landed = self._mark(self.back)
+            self.free[note.slot.kind].append(note.slot)
+        return [None] * len(note.places)
 
     def _mark(self, lane: Lane) -> Instant | None:
         """What the other lane has to wait for; None if this stage has only one."""
