@@ -754,6 +754,8 @@ def lose_a_process_in(verb: str, folder: Path, stages: int, replicas: int) -> No
         words = f"{time.time()} {type(error).__name__}: {error}\n{notes}"
         (folder / f"heard-{trainer.rank}").write_text(words)
         raise
+
+
 def token_net() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
