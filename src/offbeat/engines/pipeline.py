@@ -204,7 +204,11 @@ class Pipeline:
     def weights(self) -> dict[str, Any]:
         """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
         values: dict[int, Tensor] = {}
-        with self.engine.between_steps(), self.models.lent():
+        with (
+            self.stopping_on_error(alone=False),
+            self.engine.between_steps(),
+            self.models.lent(),
+        ):
             states = self.replicas.states()
             for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)
