@@ -117,7 +117,8 @@ class Lock:
         self._end()
 
     def _write(self, dead: Collection[str]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # a file: opening the lock in it says so
+            self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / NAME
         flags = os.O_RDWR | os.O_CREAT | disk.NO_LINK
         while True:
