@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -151,6 +152,17 @@ class PretendedRecording:
         self._function = function
         self._places = nest.tensors(result)
         self._built_in = self._numbers()
+        assert lane.stage is not None
+        modules = [module for root in lane.stage.modules for module in root.modules()]
+        self._attributes = [(m, _attributes_of(m), dict(m._forward_hooks)) for m in modules]
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[None]:
+        """Python does not run again, so nothing that was changed since is seen."""
+        now = [(m, _attributes_of(m), dict(m._forward_hooks)) for m, *_ in self._attributes]
+        _put_back(self._attributes)
+        yield
+        _put_back(now)
 
     def _numbers(self) -> Any:
         """What a real recording has built in: an update's lag, momentum, rate, and addresses; the
@@ -176,11 +188,24 @@ class PretendedRecording:
         stage = self._lane.stage
         assert stage is not None
         assert self._numbers() == self._built_in
-        with seeded(self._lane._seed, CPU), torch.enable_grad():
+        with seeded(self._lane._seed, CPU), torch.enable_grad(), self._as_recorded():
             result = self._function()
         for place, value in zip(self._places, nest.tensors(result), strict=True):
             place.data.copy_(value.detach())
         self._lane.replayed += 1
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _put_back(attributes: Any) -> None:
+    for module, values, hooks in attributes:
+        for name in _attributes_of(module).keys() - values.keys():
+            del vars(module)[name]
+        vars(module).update(values)
+        module._forward_hooks.clear()
+        module._forward_hooks.update(hooks)
 
 
 @pytest.fixture(autouse=True)
@@ -380,6 +405,83 @@ def test_dropout_draws_the_serial_numbers() -> None:
         compare(model, vector_batches(20), method, cuts=[3, 6], seed=5)
 
 
+def double(layer: Any, x: Tensor) -> Tensor:
+    result: Tensor = 2 * type(layer).forward(layer, x)
+    return result
+
+
+CHANGED: dict[str, Any] = {
+    "a number": lambda layer: setattr(layer, "scale", 0.5),
+    "a number of the settings": lambda layer: layer.settings.update(power=2),
+    "a branch": lambda layer: setattr(layer, "sharp", True),
+    "a forward": lambda layer: setattr(layer, "forward", MethodType(double, layer)),
+    "a drop rate": lambda layer: setattr(layer.drop, "p", 0.5),
+    "a mode": lambda layer: layer.drop.eval(),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.1)
+        self.scale, self.sharp, self.settings = 1.0, False, {"power": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.linear(x)) ** self.settings["power"] * self.scale
+        return torch.relu(hidden) if self.sharp else hidden
+
+
+@pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_script_changes_is_recorded_anew(name: str, rule: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(3)), nn.Linear(6, 4)).double()
+    results = []
+    for engine in ENGINES:
+        method = StaleWeights(backward=rule)
+        trainer = trainer_for(model, method, cuts=[1, 2, 3], engine=engine, seed=2)
+        for number, (x, y) in enumerate(vector_batches(26)):
+            if number == 13:
+                if engine == "streams":
+                    before = [replays(runner) for runner in runners_of(trainer)]
+                CHANGED[name](trainer.model.get_submodule("1"))
+            trainer.step(x, y)
+        trainer.flush()
+        results.append((trainer.state_dict(), trainer.ledger.losses(3)))
+    assert results[1][1] == results[0][1]
+    assert_same_bits(results[1][0], results[0][0])
+    for runner, earlier in zip(runners_of(trainer), before, strict=True):
+        assert earlier > 5 and replays(runner) > earlier + 5
+
+
+def run(trainer: offbeat.Trainer, steps: int) -> None:
+    for x, y in vector_batches(steps):
+        trainer.step(x, y)
+
+
+def test_hooks_and_attributes_that_a_forward_changes_are_no_business_of_recordings() -> None:
+    seen = []
+
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Counts(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)).double()
+    trainer = trainer_for(model, PipeDream(), cuts=[1, 2], engine="streams")
+    counts, layer, _ = trainer.model.children()
+    for words in ("stage 0 .*attribute 0.calls", "stage 1 .*the hook .*lambda.* on '1'"):
+        with pytest.warns(UserWarning, match=words):
+            run(trainer, 8)
+        hook = layer.register_forward_hook(lambda _, __, output: seen.append(output))
+    hook.remove()
+    assert len(seen) == 8
+    assert counts.calls == 16
+
+
 def test_draws_of_python_are_never_those_of_a_recording() -> None:
     class Draws(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -387,7 +489,9 @@ def test_draws_of_python_are_never_those_of_a_recording() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(Draws(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-    with pytest.warns(UserWarning, match="stage 0 runs unrecorded.*Python or NumPy.*on the GPU"):
+    with pytest.warns(
+        UserWarning, match="stage 0 runs unrecorded.*Python or NumPy.*only the CPU does"
+    ):
         compare(model, vector_batches(12), StaleWeights(), cuts=[1, 2])
 
 

@@ -85,6 +85,7 @@ def evaluate(
     context = partial(precision, setup.device, setup.autocast)
     score = Score(setup.loss, context)
     with (
+        pipeline.following(),
         # Nobody else waits for what an error in one process leaves undone.
         pipeline.stopping_on_error(alone=False),
         engine.between_steps(),

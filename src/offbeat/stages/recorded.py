@@ -19,7 +19,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.nest import Nest, is_dense
+from offbeat.stages.attributes import Attributes, hook_of
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight
 from offbeat.stages.gathered import (
@@ -201,7 +202,7 @@ class Recorded:
         self.gathered.add(self.back if self.records else None)
         sent = deliver(slot.sent, note.places)
         slot.landed = self._mark(self.back)
-        self.free[slot.kind].append(slot)
+        self._release(slot)
         return sent
 
     def _pass_over(self, flight: Flight) -> list[Tensor | None]:
@@ -248,7 +249,13 @@ class Recorded:
         try:
             if self._stage.habits.draws:
                 raise NotRecordable("random numbers of Python or NumPy: a replay would not draw")
+            if (hook := hook_of(self._stage.modules)) is not None:
+                raise NotRecordable(f"the hook {hook}: a replay would not call it")
+            attributes = Attributes(self._stage.modules)
             slot = self._record_slot(kind, given, target)
+            if changes := attributes.changes():
+                attributes.put_back()
+                raise NotRecordable(f"attribute {changes[0]}, which a replay would not change")
         except NotRecordable as error:
             self._stop_recording(error)
             return None
@@ -292,7 +299,8 @@ class Recorded:
         warnings.warn(
             f"stage {self._stage.index} runs unrecorded, on its own stream but without CUDA graphs,"
             f" because of {error}. To record it, remove what makes the CPU wait for the GPU (such"
-            " as .item(), or a shape that depends on values), and draw random numbers on the GPU.",
+            " as .item(), or a shape that depends on values) and what only the CPU does (random"
+            " numbers, hooks, attributes that a forward changes).",
             stacklevel=2,
         )
 
@@ -356,10 +364,26 @@ class Recorded:
     def discard(self) -> None:
         for flight in self._stage.flights.in_air.values():
             if (slot := _slot_of(flight)) is not None:
-                self.free[slot.kind].append(slot)
+                self._release(slot)
         self.lanes.addresses.clear()
         self.gathered.count = 0
         self.recorded_update.forget()  # optimizers may have got another state
+
+    def _release(self, slot: Slot) -> None:
+        if slot.fits:
+            self.free[slot.kind].append(slot)
+
+    def look_again(self) -> None:
+        for flight in self._stage.flights.in_air.values():
+            if (slot := _slot_of(flight)) is None:
+                continue
+            slot.fits = False  # a graph that is there stays what it is
+            if self._stage.rule == "recompute":
+                flight.work, flight.note = slot.work_again(), replace(flight.note, slot=None)
+        self._seen.clear()
+        self.free.clear()
+        if not self._taken and not self.gathered.count:  # else gradients go where they went
+            self._forget_recordings()
 
     def before_snapshot(self) -> None:
         self.show_gradients()

@@ -69,6 +69,8 @@ class Slot:
         self.leaves = nest.replace(self.given, lambda t: t.detach().requires_grad_(next(wanted)))
         self.draws = True
         """Whether its forward draws random numbers, as far as is known."""
+        self.fits = True
+        """Whether the modules are still those that were recorded."""
         self.flown: Instant | None = None
         """When its forward has ended; None where its backward is queued behind that anyway."""
         self.landed: Instant | None = None
@@ -128,6 +130,10 @@ class Slot:
             self._flying = replace(self._takeoff, graph=Graph())
             self._network.build_graph(None, self._flying, self.leaves)
         return self._gradients(self._flying)
+
+    def work_again(self) -> Work:
+        """What of its flight an unrecorded backward needs under ``recompute``."""
+        return replace(self._takeoff, graph=Graph())
 
     def _gradients(self, work: Work) -> list[Tensor | None]:
         """All gradients of a micro-batch; those of the weights go to their one place."""
