@@ -103,7 +103,6 @@ PRIVATES: dict[str, str] = {
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,
     "stages/network.py: tensor._version": _VERSION,
-    "stages/relay.py: module._parameters": "torch has no public name for the dict of weights",
     "stages/relay.py: tie._version": _VERSION,
     "stages/runner.py: tensor._version": _VERSION,
     "stages/versions.py: self.tensor._version": _VERSION,

@@ -66,11 +66,11 @@ class Relay(nn.Module):
         if self._receives:
             given, ties = given
         ties = ties | dict(zip(self.owned, self.own_weights(), strict=True))
-        before = [tie._version for tie in ties.values()]
+        before = _writes(ties)
         with self._lent(ties):
             output = module(given)
         if torch.is_grad_enabled():
-            self._refuse_other_uses(output, [tie._version for tie in ties.values()] != before)
+            self._refuse_other_uses(output, _writes(ties) != before)
         return Bundle(output, {n: ties[n] for n in self._leaving}) if self._leaving else output
 
     @contextmanager
@@ -112,4 +112,11 @@ class Relay(nn.Module):
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
-    return module._parameters  # torch has no public name for the dict that forwards look in
+    """Where its forward looks for them."""
+    found: dict[str, Any] = vars(module)["_parameters"]
+    return found
+
+
+def _writes(ties: Mapping[str, Tensor]) -> list[int]:
+    """How often each has been written in place."""
+    return [tie._version for tie in ties.values()]
