@@ -93,6 +93,12 @@ def compare_models(path: Path, manifest: Manifest, model: nn.Module) -> None:
 
 def compare_facts(path: Path, manifest: Manifest, pipeline: Pipeline) -> None:
     """Refuses an exact checkpoint of other settings; warns where only bits may differ."""
+    if {"stages", "replicas"} <= manifest.keys() and placement_of(manifest) is None:
+        raise ConfigurationError(
+            f"{path} does not say which of its processes held which stages (placement, or processes"
+            " in those of an older version): its manifest has been changed, or damaged. Resume from"
+            " another checkpoint."
+        )
     for name, value in facts_of(pipeline).items():
         stored = manifest.get(name, _MISSING)
         if name == "cuts" and value is None:
@@ -110,12 +116,6 @@ def compare_facts(path: Path, manifest: Manifest, pipeline: Pipeline) -> None:
                 " settings can go on from it: build the trainer as it was, or resume from one"
                 " saved with drain=True."
             )
-    if placement_of(manifest) is None:
-        raise ConfigurationError(
-            f"{path} does not say which of its processes held which stages (placement, or processes"
-            " in those of an older version): its manifest has been changed, or damaged. Resume from"
-            " another checkpoint."
-        )
     then = {"torch": manifest["versions"]["torch"], "threads": manifest["threads"]}
     now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     for name, value in now.items():
