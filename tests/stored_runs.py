@@ -99,7 +99,7 @@ def made_run(
 def changed(run: Run, file: str, **values: Any) -> Run:
     """The run with keys of one of its JSON files replaced; None takes a key away."""
     path = run.folder / file
-    kept = {**json.loads(path.read_text()), **values}
+    kept = {**json.loads(path.read_text()), **values, "digest": None}
     path.write_text(json.dumps({key: value for key, value in kept.items() if value is not None}))
     return Run.load(run.folder)
 

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ from checkpoint_jobs import (
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
 from offbeat.averaging import CO2, AllReduce, Averaging, DaSGD
 from offbeat.checkpoints import Resumed, load_weights, tensorfile
-from offbeat.checkpoints.folder import MANIFEST
+from offbeat.checkpoints.folder import MANIFEST, Found
 from offbeat.corrections import (
     CORRECTIONS,
     GapAware,
@@ -67,6 +68,7 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
+from offbeat.records import disk
 from offbeat.zoo import data_named
 from offbeat.zoo.gpt import gpt
 
@@ -827,9 +829,9 @@ def test_rates_come_from_the_checkpoint_and_can_be_changed_then(
 def test_a_manifest_that_does_not_say_who_held_what_is_refused(tmp_path: Path) -> None:
     save_all(str(tmp_path), [("cnn", DSP(), 3, {"stages": 2})])
     (file,) = tmp_path.glob("*/*/manifest.json")
-    manifest = json.loads(file.read_text())
+    manifest, _ = disk.unsealed(file.read_bytes())
     for damaged in ({"placement": 3}, {"placement": [[0]]}, {"placement": None, "processes": 3}):
-        file.write_text(json.dumps(manifest | damaged))
+        disk.write(file, disk.sealed(manifest | damaged))
         with pytest.raises(ConfigurationError, match="does not say which of its processes held"):
             fresh("cnn", DSP(), stages=2).resume(tmp_path / "0")
 
@@ -940,12 +942,57 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
         fresh("cnn", StaleWeights(), stages=3).resume(tmp_path)
 
 
+def test_any_flipped_bit_of_a_manifest_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Everything that decides a resume is under the digest; nothing is taken for another model."""
+    trainer = trainer_for(mlp(), Phases((StaleWeights(), 2), (PipeDream(), None)), stages=2)
+    batches = vector_batches(6)
+    for x, y in batches[:4]:
+        trainer.step(x, y)
+    trainer.save(tmp_path, drain=True, wait=True)
+    trainer.step(*batches[4])
+    newest = trainer.save(tmp_path, drain=True, wait=True) / MANIFEST
+    sound = newest.read_bytes()
+    draw = random.Random(24)
+    for count in range(2000):
+        place, bit = draw.randrange(len(sound)), draw.randrange(8)
+        data = bytearray(sound)
+        data[place] ^= 1 << bit
+        newest.write_bytes(data)
+        found = Found.at(newest.parent, 5)
+        assert found.trouble or found.manifest == disk.unsealed(sound)[0], (place, bit)
+        if count < 25 or (b'"method"' in sound[max(0, place - 40) : place][-40:] and count < 500):
+            again = trainer_for(mlp(), Phases((StaleWeights(), 2), (PipeDream(), None)), stages=2)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                step = again.resume(tmp_path).step
+            assert step == (4 if found.trouble else 5)
+            assert len(told) == bool(found.trouble)
+
+
+def test_only_an_undamaged_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    manifest = tmp_path / "step-000004" / MANIFEST
+    other = trainer_for(mlp(), StaleWeights(), stages=3)
+    with pytest.raises(ConfigurationError, match="is of another model"):
+        other.resume(tmp_path)
+    manifest.write_text(manifest.read_text().replace("float32", "float33", 1))
+    with pytest.raises(CheckpointError, match="changed or damaged .its digest differs."):
+        other.resume(tmp_path)
+    lost = json.loads(manifest.read_text())
+    del lost["digest"]
+    manifest.write_text(json.dumps(lost))
+    with pytest.raises(CheckpointError, match="has lost its digest"):
+        other.resume(tmp_path)
+
+
 def test_a_checkpoint_of_another_format_is_refused_in_words(tmp_path: Path) -> None:
     saved(tmp_path)
     file = tmp_path / "step-000004" / MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    manifest = json.loads(file.read_text())
+    del manifest["digest"]  # which format 1 had not
+    file.write_text(json.dumps(manifest | {"format": 1}))
     words = (
-        "(?s)step-000004 cannot be used: it has format 1, and this version of offbeat reads 2;"
+        "(?s)step-000004 cannot be used: it has format 1, and this version of offbeat reads 3;"
         " the version that saved it can go on from it.*Give an empty folder to start anew"
     )
     with pytest.raises(CheckpointError, match=words):

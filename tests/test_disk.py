@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,11 @@ import torch
 from torch import nn
 
 import offbeat
-from helpers import assert_same_bits, trainer_for
+from helpers import assert_same_bits, mlp, trainer_for, vector_batches
 from offbeat.app.cli import main
 from offbeat.app.runs import Run
 from offbeat.checkpoints import load_weights, save_weights
-from offbeat.errors import CheckpointError, StorageError
+from offbeat.errors import CheckpointError, ConfigurationError, StorageError
 from offbeat.methods import Synchronous
 from offbeat.records import disk
 from offbeat.records.ledger import Entry, Ledger
@@ -117,6 +118,92 @@ def test_no_room_for_the_configuration_leaves_the_folder_free(
     assert "config.json could not be written" in capsys.readouterr().err
     assert os.listdir(out) == []
     assert offbeat_says("train", *SHORT, "--out", str(out)) == 0
+
+
+# ------------------------------------------------------------------ links
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A folder of somebody else, of which nothing may change."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    contents = {"manifest.json": "{}", "replica-0-stage-0.safetensors": "mine", "file": "mine"}
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+    yield folder
+    assert {path.name: path.read_text() for path in folder.iterdir()} == contents
+
+
+def run_of(steps: int) -> offbeat.Trainer:
+    trainer = trainer_for(mlp(), Synchronous(), stages=2)
+    for x, y in vector_batches(steps):
+        trainer.step(x, y)
+    return trainer
+
+
+def test_a_planted_link_is_not_followed_when_a_checkpoint_is_written(
+    tmp_path: Path, elsewhere: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in (".step-000001.partial", ".step-000007.partial", "step-000009"):
+        (folder / name).symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="already holds checkpoints"):
+        run_of(1).save(folder)
+    (folder / "step-000009").unlink()
+    trainer = run_of(1)
+    place = trainer.save(folder, wait=True)
+    assert not place.is_symlink()
+    assert os.listdir(folder) == ["step-000001"]
+    shutil.rmtree(place)
+    place.symlink_to(elsewhere)
+    trainer.save(folder, wait=True)
+    assert not place.is_symlink()
+    assert os.listdir(folder) == ["step-000001"]
+
+
+def test_a_checkpoint_behind_a_link_is_passed_over(tmp_path: Path, elsewhere: Path) -> None:
+    folder, trainer = tmp_path / "checkpoints", run_of(2)
+    trainer.save(folder, wait=True)
+    (folder / "step-000009").symlink_to(elsewhere)
+    again = run_of(0)
+    with pytest.warns(UserWarning, match="step-000009 cannot be used: it is a link"):
+        assert again.resume(folder).step == 2
+    (folder / "step-000009").unlink()
+    file = folder / "step-000002" / "replica-0-stage-1.safetensors"
+    file.rename(tmp_path / "moved")
+    file.symlink_to(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="stage-1.safetensors cannot be read .it is a link"):
+        run_of(0).resume(folder)
+
+
+def test_no_file_is_written_through_a_link(
+    tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(elsewhere / "file")
+    Ledger([Entry("F", 0, 0, 0, 0.0, 1.0, 2.0)]).save(tmp_path / "link")
+    assert not (tmp_path / "link").is_symlink()
+    (tmp_path / "lines").symlink_to(elsewhere / "file")
+    with pytest.raises(StorageError, match="it is a link, and links in here are not followed"):
+        disk.Growing(tmp_path / "lines")
+    for name, target in {"metrics.jsonl": "file", "checkpoints": ".", "summary.json": "no"}.items():
+        out = tmp_path / f"run with {name}"
+        out.mkdir()
+        (out / name).symlink_to(elsewhere / target)
+        words = ["train", *SHORT, "--save-every", "2", "--out", str(out)]
+        assert offbeat_says(*words) == 2
+        assert "is a link, and links in a run's folder are not followed" in capsys.readouterr().err
+        (out / name).unlink()
+        assert offbeat_says(*words) == 0
+    (out / "report.html").symlink_to(elsewhere / "file")
+    assert offbeat_says("report", str(out), "--out", str(out)) == 0
+    (out / "ledger.jsonl").unlink()
+    (out / "ledger.jsonl").symlink_to(elsewhere / "file")
+    assert offbeat_says("report", str(out), "--out", str(out)) == 0
+    assert "it cannot be read" in (out / "report.html").read_text()
+    with pytest.raises(ConfigurationError, match="is a link"):
+        Run.load(out).ledger()
 
 
 # ------------------------------------------------------------------ weights that all can read

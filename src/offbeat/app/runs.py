@@ -63,12 +63,12 @@ class Run:
 
     def ledger(self) -> Ledger | None:
         """The last actions, if they were kept."""
-        path = self.folder / LEDGER
+        path = _refuse_link(self.folder / LEDGER)
         return Ledger.load(path) if path.exists() else None
 
     def readings(self) -> Readings | None:
         """What its monitor read, if it had one."""
-        path = self.folder / READINGS
+        path = _refuse_link(self.folder / READINGS)
         return Readings.load(path) if path.exists() else None
 
 
@@ -86,6 +86,8 @@ class RunWriter:
                 f"{folder} already holds a run, and nothing is overwritten: give another folder"
                 " (--out), go on with this one (--resume), or move it away."
             )
+        for name in (CONFIG, METRICS, LEDGER, SUMMARY, *MODELS, READINGS, CHECKPOINTS):
+            _refuse_link(folder / name)
         if not (folder / CONFIG).exists():
             for name in (METRICS, LEDGER, SUMMARY, *MODELS, READINGS, CHECKPOINTS):
                 if (folder / name).exists():
@@ -139,6 +141,15 @@ class RunWriter:
         self._metrics.close()
 
 
+def _refuse_link(path: Path) -> Path:
+    if path.is_symlink():
+        raise ConfigurationError(
+            f"{path} is a link, and links in a run's folder are not followed: put what lies behind"
+            " it in its place."
+        )
+    return path
+
+
 def _cut_after(file: disk.Growing, lines: int) -> int:
     """Cuts a file after so many lines; returns how many there were."""
     with file.path.open("rb") as reader:
@@ -148,20 +159,22 @@ def _cut_after(file: disk.Growing, lines: int) -> int:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    disk.write(path, json.dumps(value, indent=1) + "\n")
+    disk.write(path, disk.sealed(value))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}. Is it damaged?") from None
-    return value
+        return disk.unsealed(_refuse_link(path).read_bytes())[0]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}. Is it damaged? Where you have changed it yourself,"
+            " take out its digest."
+        ) from None
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text().splitlines()
+        lines = _refuse_link(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}. Is it damaged?") from None
     for number, line in enumerate(lines, 1):

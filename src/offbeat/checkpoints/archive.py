@@ -121,7 +121,6 @@ class Archive:
                 warnings.warn(words, stacklevel=3)
         if found is None:
             return Resumed()
-        assert found.manifest is not None
         kind = found.manifest["kind"]
         compare_models(found.path, found.manifest, pipeline.cut.model)
         if kind == "exact":
@@ -164,7 +163,7 @@ class Archive:
 
     def _needed(self, found: Found) -> list[str]:
         """The files of a checkpoint that this process reads."""
-        manifest = found.manifest or {}
+        manifest = found.manifest
         shared = [DATA] if manifest.get("data") else []
         if manifest.get("kind") == "drained":
             stages = range(int(manifest.get("stages", 0)))

@@ -15,7 +15,6 @@ manifest is no checkpoint.
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,11 @@ from offbeat.records import disk
 MANIFEST, DATA, MODEL = "manifest.json", "data.safetensors", "model.safetensors"
 PICKLED = "model.pt"
 """Where drained checkpoints of older versions have the weights."""
-FORMAT = 2
+FORMAT = 3
+_WITHOUT_DIGEST = 2
+"""The format before, which is read too."""
 _ALWAYS = ("kind", "data", "versions", "threads", "model", "method", "stages", "cuts")
-"""What every manifest of this format says. Facts that were added later may be missing."""
+"""What every manifest says. Facts that were added later may be missing."""
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced\.partial")
 
@@ -56,30 +57,30 @@ class Found:
 
     path: Path
     step: int
-    manifest: dict[str, Any] | None
-    """None where it cannot be read."""
+    manifest: dict[str, Any]
+    """Empty where it cannot be used."""
+    trouble: str | None = None
+    """Why it cannot."""
 
     @classmethod
     def at(cls, path: Path, step: int) -> "Found":
+        if path.is_symlink():
+            return cls(path, step, {}, "it is a link, and links in here are not followed")
         try:
-            manifest = json.loads((path / MANIFEST).read_text())
-            whole = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict)
-        except (OSError, ValueError):
-            whole = False
-        return cls(path, step, manifest if whole else None)
+            manifest, has_digest = disk.unsealed(disk.read(path / MANIFEST))
+        except OSError as error:
+            return cls(path, step, {}, f"{MANIFEST} cannot be read ({disk.in_words(error)})")
+        except json.JSONDecodeError:
+            return cls(path, step, {}, f"{MANIFEST} cannot be read: it is no JSON")
+        except (ValueError, RecursionError) as error:
+            return cls(path, step, {}, f"{MANIFEST} cannot be used: {error}")
+        trouble = _trouble_of(manifest, has_digest)
+        return cls(path, step, {} if trouble else manifest, trouble)
 
     def problem(self, names: list[str]) -> str | None:
         """Why these files of the checkpoint cannot be used, if they cannot."""
-        if self.manifest is None:
-            return f"{MANIFEST} cannot be read"
-        if self.manifest.get("format") != FORMAT:
-            return (
-                f"it has format {self.manifest.get('format')}, and this version of offbeat reads"
-                f" {FORMAT}; the version that saved it can go on from it"
-            )
-        for fact in _ALWAYS:
-            if fact not in self.manifest:
-                return f"{MANIFEST} does not say {fact!r}: it has been changed or damaged"
+        if self.trouble is not None:
+            return self.trouble
         for name in names:
             entry = self.manifest["files"].get(name)
             if entry is None:
@@ -87,12 +88,28 @@ class Found:
             try:
                 written = tensorfile.examine(self.path / name)
             except OSError as error:
-                return f"{name} cannot be read ({error.strerror})"
+                return f"{name} cannot be read ({disk.in_words(error)})"
             if written["bytes"] != entry["bytes"]:
                 return f"{name} has {written['bytes']} bytes instead of {entry['bytes']}"
             if written["sha256"] != entry["sha256"]:
                 return f"{name} has been changed or damaged (its digest differs)"
         return None
+
+
+def _trouble_of(manifest: dict[str, Any], has_digest: bool) -> str | None:
+    """Why a checkpoint of this manifest cannot be used, if it cannot."""
+    if manifest.get("format") != (FORMAT if has_digest else _WITHOUT_DIGEST):
+        if manifest.get("format") == FORMAT:
+            return f"{MANIFEST} has lost its digest: it has been changed or damaged"
+        return (
+            f"it has format {manifest.get('format')}, and this version of offbeat reads"
+            f" {FORMAT}; the version that saved it can go on from it"
+        )
+    kinds = {"files": dict, "model": dict, "versions": dict, "stages": int, "kind": str}
+    for fact in ("files", *_ALWAYS):
+        if fact not in manifest or not isinstance(manifest[fact], kinds.get(fact, object)):
+            return f"{MANIFEST} does not say {fact!r}: it has been changed or damaged"
+    return None
 
 
 def candidates(folder: Path) -> list[Found]:
@@ -116,7 +133,7 @@ def name_of(path: Path) -> str | None:
     """
     if _NAME.fullmatch(path.name) or _REPLACED.fullmatch(path.name):
         return path.name if (path / MANIFEST).exists() else None
-    manifest = Found.at(path, 0).manifest or {}
+    manifest = Found.at(path, 0).manifest
     return place_of(path, manifest["step"]).name if "kind" in manifest else None
 
 
@@ -124,10 +141,10 @@ def publish(folder: Path, step: int, manifest: dict[str, Any], keep: int) -> Non
     """Makes a checkpoint of the files written aside, then deletes what is not needed any more."""
     aside, place = partial_of(folder, step), place_of(folder, step)
     for stranger in set(os.listdir(aside)) - set(manifest["files"]):
-        (aside / stranger).unlink()  # of an earlier attempt that was killed
-    disk.write(aside / MANIFEST, json.dumps(manifest, indent=1))
+        disk.remove(aside / stranger)  # of an earlier attempt that was killed
+    disk.write(aside / MANIFEST, disk.sealed(manifest))
     # One of the same step is replaced: it is damaged, or the run has changed since without a step.
-    if place.exists():
+    if os.path.lexists(place):
         _delete(replaced_of(folder, step))  # or nothing could take its name
         place.rename(replaced_of(folder, step))
     aside.rename(place)
@@ -147,12 +164,13 @@ def _tidy(folder: Path, newest: int, keep: int) -> None:
     for path in set(folder.iterdir()) - {each.path for each in kept}:
         left = path.name.startswith(".step-") and path.name.endswith(".partial")
         if left or (_NAME.fullmatch(path.name) and not (path / MANIFEST).exists()):
-            shutil.rmtree(path, ignore_errors=True)
+            disk.remove(path)
 
 
 def _delete(path: Path) -> None:
-    (path / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no checkpoint
-    shutil.rmtree(path, ignore_errors=True)
+    if not path.is_symlink():
+        (path / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no checkpoint
+    disk.remove(path)
 
 
 def refuse_strange(folder: Path) -> None:

@@ -115,7 +115,7 @@ class _Straight:
 def examine(path: Path) -> dict[str, Any]:
     """Size and digest of a file as it lies there now."""
     digest, count = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with disk.reading(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             count += len(chunk)
@@ -124,9 +124,9 @@ def examine(path: Path) -> dict[str, Any]:
 
 def read(path: Path) -> Any:
     """Reads what :func:`write` wrote; tensors arrive on the CPU."""
-    with path.open("rb") as file:
+    with disk.reading(path) as file:
         try:
-            return _read(file, path.stat().st_size)
+            return _read(file, os.fstat(file.fileno()).st_size)
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, struct.error):
             raise CheckpointError(
                 f"{path} is not a file of offbeat's, or it is damaged: use another checkpoint."

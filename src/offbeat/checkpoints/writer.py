@@ -103,7 +103,7 @@ class Writer:
 
     def _write_own(self, order: Order) -> dict[str, Any]:
         aside = partial_of(order.folder, order.step)
-        aside.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(aside)
         return {"files": {name: _write_file(aside / name, v) for name, v in order.files.items()}}
 
     def _put_together(self, order: Order, notes: list[Any]) -> dict[str, Any]:

@@ -39,11 +39,11 @@ def make_stages(pipeline: "Pipeline", cut: Cut, batch: Nest, replica: int) -> li
             head=heads[index],
             autocast=setup.autocast,
             compile=setup.compile,
+            names=names,
         )
         stage = Stage(network, None if lanes is None else lanes[index])
         stage.correct(setup.course.corrections, len(modules), setup.monitor)
         stage.norm_order = norm_order
-        stage.names |= names
         _attach_optimizers(stage, setup)
         stages.append(stage)
     return stages

@@ -239,7 +239,7 @@ class Guard:
         return f"{' and '.join(found)} of {values.numel()} in {self._name(bad[0])}{more}"
 
     def _name(self, parameter: nn.Parameter) -> str:
-        head, name = self._stage.head, repr(self._stage.names[id(parameter)])
+        head, name = self._stage.head, repr(self._stage.network.names[id(parameter)])
         of_head = head is not None and any(parameter is own for own in head.parameters())
         return f"{name} of the stage's auxiliary head" if of_head else name
 

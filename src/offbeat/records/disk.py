@@ -5,14 +5,20 @@ the place of a link that has its name.
 """
 
 import errno
+import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from offbeat.errors import StorageError
+
+_DIGEST = "digest"
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def write(path: Path, content: str | Iterable[bytes | memoryview]) -> None:
@@ -65,7 +71,59 @@ def in_words(error: OSError) -> str:
     """What went wrong, where the file is named elsewhere."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full"
+    if error.errno == errno.ELOOP:
+        return "it is a link, and links in here are not followed"
     return error.strerror or str(error)
+
+
+def read(path: Path) -> bytes:
+    with reading(path) as file:
+        content: bytes = file.read()
+        return content
+
+
+def reading(path: Path) -> BinaryIO:
+    """A file to be read, which may be no link."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_LINK))
+
+
+def sealed(value: dict[str, Any]) -> str:
+    """JSON of a value with a digest of itself, which :func:`unsealed` compares."""
+    return json.dumps({**value, _DIGEST: _digest(json.loads(json.dumps(value)))}, indent=1) + "\n"
+
+
+def unsealed(content: str | bytes) -> tuple[dict[str, Any], bool]:
+    """The value again, and whether it has a digest; a ValueError says that it is not as written."""
+    value = json.loads(content)
+    if not isinstance(value, dict):
+        raise ValueError("it holds no names")
+    digest = value.pop(_DIGEST, None)
+    if digest not in (None, _digest(value)):
+        raise ValueError("it has been changed or damaged (its digest differs)")
+    return value, digest is not None
+
+
+def _digest(value: Any) -> str:
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def make_folder(path: Path) -> None:
+    """A folder that may be there already; a link in its place is taken away."""
+    if path.is_symlink():
+        with suppress(FileNotFoundError):  # another process of this run was faster
+            path.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder with all in it, as far as possible; of a link nothing but itself."""
+    with suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def settle(folder: Path) -> None:
@@ -82,7 +140,7 @@ class Growing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | _NO_LINK
         with telling(path):
             self._file = os.open(path, flags, 0o666)
         self.size = os.fstat(self._file).st_size

@@ -1,23 +1,25 @@
 """The part of a model that one stage runs: a forward with its loss, and the graph of one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from offbeat import nest
-from offbeat.errors import StageError
+from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.rng import HostState, host_replayed, seed_for, seeded
+from offbeat.stages.attributes import HOOKS, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
-from offbeat.stages.versions import SavedTensors
+from offbeat.stages.versions import SavedTensors, leaves_of
 
 Loss = Callable[[Nest, Nest], Tensor]
 
@@ -37,7 +39,9 @@ class Network:
         head: nn.Module | None = None,
         autocast: torch.dtype | None = None,
         compile: bool = False,
+        names: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
+        """``names``: of all parameters of the unsplit model, by id."""
         self.index = index
         self.module = module
         self.head = head
@@ -48,6 +52,10 @@ class Network:
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.of_model = sum(p.requires_grad for p in module.parameters())
         """How many of these, from the first on, are the model's; the rest are the head's."""
+        self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
+        self.names.update(names)
+        """What parameters are called in messages."""
+        self._own = {id(parameter) for parameter in self.parameters}
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
         self._compiled = Compiled(index, module) if compile else module
@@ -65,6 +73,14 @@ class Network:
         compiled = self.modules if isinstance(self._compiled, Compiled) else ()
         self.habits.inspected = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
+
+    def look_again(self, changes: Sequence[Change]) -> None:
+        self.habits.forget()
+        if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
+            self.habits.inspected = False
+        # Compiled code asks for attributes itself, and never for hooks.
+        if isinstance(self._compiled, Compiled) and any(c.part in HOOKS for c in changes):
+            self._compiled = Compiled(self.index, self.module)
 
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
@@ -84,7 +100,7 @@ class Network:
             output = self._call(given, work.inputs or nest.tensors(given))
             if not isinstance(output, Tensor):
                 self._refuse_hidden_tensors(output)
-            return output, self._compute_loss(output, work.target)
+            return output, self._compute_loss(output, given, work.target)
 
     @contextmanager
     def _keyed(self, batch: int, work: Work) -> Iterator[None]:
@@ -168,17 +184,41 @@ class Network:
             self.habits.inputs_changed = changed
         return output
 
-    def _compute_loss(self, output: Nest, target: Nest) -> Tensor | None:
+    def _compute_loss(self, output: Nest, given: Nest, target: Nest) -> Tensor | None:
         if self._loss is None or (self.head is not None and not self.local_loss):
             return None
-        loss = self._loss(output if self.head is None else self.head(output), target)
+        behind = {tensor.grad_fn for tensor in nest.tensors(output)}  # it may write in place
+        try:
+            loss = self._loss(output if self.head is None else self.head(output), target)
+        except IncompleteModel as error:
+            raise self._beyond("a weight or buffer of another stage") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise StageError(
                 f"the loss must return one floating-point number as a tensor; it returned"
                 f" {found}. Reduce it, for example with reduction='mean' or .mean()."
             )
+        for leaf in leaves_of(loss, behind):
+            if id(leaf) not in self._own:
+                self._refuse_beyond(leaf, nest.tensors([given, target]))
         return loss
+
+    def _refuse_beyond(self, leaf: Tensor, arguments: Iterable[Tensor]) -> None:
+        """Refuses a leaf of the loss's graph that is no weight of this stage."""
+        if any(leaf is argument for argument in arguments):
+            return
+        shape = f"of shape {tuple(leaf.shape)}"
+        known = self.names.get(id(leaf))
+        raise self._beyond(f"a trained tensor {shape}" if known is None else f"{known!r} {shape}")
+
+    def _beyond(self, what: str) -> StageError:
+        return StageError(
+            f"the loss depends on {what}, which is no weight of stage {self.index}, where the loss"
+            " is computed: its gradient would be lost, or come at another time than its own"
+            " stage's. A penalty on weights: take the optimizer's weight_decay. Features of other"
+            " stages: let the model return them with its output. Weights of the loss itself: put"
+            " them into the last stage, or call requires_grad_(False) if they are not trained."
+        )
 
     def predict(self, given: Nest, state: dict[str, Tensor]) -> Nest:
         """Runs the module alone with these weights and buffers: for evaluation."""
@@ -204,7 +244,11 @@ class Network:
         self, work: Work, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward begins, and with which gradients."""
+        if work.scale == 0.0:  # times zero, a loss that is no number would still be none
+            return [], []
         if work.loss is not None:
+            if work.scale_at is not None:
+                return [work.loss], [work.scale_at.to(work.loss.dtype).expand_as(work.loss)]
             whole = work.scale == 1.0
             return [work.loss], [None if whole else torch.full_like(work.loss, work.scale)]
         pairs = [

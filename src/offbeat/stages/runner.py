@@ -59,7 +59,9 @@ class Direct:
                 return network.forward(flight.batch, work, given, graph=True)
             work.given = given
             work.given_as = [tensor._version for tensor in nest.tensors(given)]
-            with torch.no_grad(), network.buffers.restored():
+            # The first has a graph, so that a loss that looks beyond its arguments is seen to.
+            first = network.habits.inputs_changed is None
+            with torch.set_grad_enabled(first), network.buffers.restored():
                 return network.forward(flight.batch, work, given, graph=False)
 
     def prepare(self, flight: Flight) -> None:
@@ -106,6 +108,9 @@ class Direct:
 
     def discard(self) -> None:
         """Nothing that is in flight will be asked for any more."""
+
+    def look_again(self) -> None:
+        """Modules have been changed."""
 
     def before_snapshot(self) -> None: ...
 

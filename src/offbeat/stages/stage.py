@@ -15,6 +15,7 @@ from offbeat.methods.base import Rule
 from offbeat.monitors.monitor import Monitor
 from offbeat.nest import Nest
 from offbeat.stages import snapshot
+from offbeat.stages.attributes import Change
 from offbeat.stages.corrector import Corrector
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight, Flights
@@ -42,8 +43,6 @@ class Stage:
         self.module, self.head, self.modules = network.module, network.head, network.modules
         self.parameters, self.trainable = network.parameters, network.trainable
         self.habits = network.habits
-        self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
-        """What parameters are called in messages; those who know the whole model know better."""
         self.norm_order: list[int] | None = None
         """Where the norms of all stages' gradients come in the order of the unsplit model's
         parameters; None if that is theirs already."""
@@ -82,7 +81,7 @@ class Stage:
         self.runner.begin(fill)
 
     def _refuse_overlapping(self) -> None:
-        named = ((self.names[id(p)], p) for p in dict.fromkeys(self.parameters))
+        named = ((self.network.names[id(p)], p) for p in dict.fromkeys(self.parameters))
         for one, other in overlapping(named):
             raise StageError(
                 f"stage {self.index}: {one!r} and {other!r} are two parameters in the same memory,"
@@ -90,6 +89,11 @@ class Stage:
                 " one would no longer reach the other. Tie them by assigning one nn.Parameter to"
                 " both modules, or give each its own: nn.Parameter(view.clone())."
             )
+
+    def look_again(self, changes: Sequence[Change]) -> None:
+        """Forgets what it has learnt of modules that a script has changed."""
+        self.network.look_again(changes)
+        self.runner.look_again()
 
     @property
     def rule(self) -> Rule | None:

@@ -227,6 +227,25 @@ def nodes_of(ends: Iterable[Tensor]) -> Iterator[Node]:
         nodes += after
 
 
+def leaves_of(end: Tensor, behind: Iterable[Node | None]) -> list[Tensor]:
+    """What a gradient of ``end`` would be gathered in, up to the nodes that lie ``behind`` it.
+
+    It is asked of every loss, so it is written to be quick.
+    """
+    seen, nodes, leaves = {None, *behind}, [end.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        assert node is not None
+        if after := node.next_functions:
+            nodes += [n for n, _ in after]
+        elif node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+    return leaves
+
+
 def address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
