@@ -193,6 +193,37 @@ def interrupted_all(
     ]
 
 
+Job = tuple[str, Method, int, dict[str, Any]]
+
+
+def save_all(folder: str, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Saves each run after some steps and trains it to its end."""
+    ends = []
+    for number, (model, method, at, settings) in enumerate(jobs):
+        _, batches = job_of(model)
+        trainer = fresh(model, method, **settings)
+        for x, y in trainer.batches(batches[:at]):
+            trainer.step(x, y)
+        trainer.save(Path(folder) / str(number), wait=True)
+        held = trainer.memory()
+        ends.append(end_of(trainer, go_on(trainer, batches[at:])) | {"held": held})
+    return ends
+
+
+def resume_all(folders: list[str], jobs: list[Job]) -> list[list[dict[str, Any]]]:
+    """Goes on from what each of several layouts of processes has saved."""
+    ends: list[list[dict[str, Any]]] = []
+    for folder in folders:
+        ends.append([])
+        for number, (model, method, at, settings) in enumerate(jobs):
+            _, batches = job_of(model)
+            trainer = fresh(model, method, **settings)
+            assert trainer.resume(Path(folder) / str(number)).step == at
+            held = trainer.memory()
+            ends[-1].append(end_of(trainer, go_on(trainer, batches[at:])) | {"held": held})
+    return ends
+
+
 def assert_same_end(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """No bit differs in weights, losses, ledger and what was held."""
     assert list(ours["state"]) == list(theirs["state"])
