@@ -201,6 +201,28 @@ def test_a_weight_of_another_stage_that_is_used_in_disguise_is_refused() -> None
         trained(Hidden(), batches_of(5))
 
 
+class Counts(Model):
+    """Counts its pictures, in the prefix."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def before(self, x: Tensor, pixels: Tensor | None) -> Tensor:
+        if pixels is not None:
+            self.seen += 1
+        return super().before(x, pixels) + self.seen.clone()
+
+
+def test_a_buffer_that_is_first_written_later_is_refused_and_the_advice_helps() -> None:
+    with pytest.raises(StageError, match=r"buffer 'Counts.seen' is written in this batch.*Let the"):
+        trained(Counts(), batches_of(3, 3, pixels=pixels_from(1)))
+    batches = batches_of(3, 3, 3, pixels=lambda n: None if n == 1 else torch.ones(4))
+    assert_same_bits(trained(Counts(), batches).state_dict(), plain(Counts(), batches))
+
+
 # ------------------------------------------------------------------ arguments
 
 
@@ -289,6 +311,50 @@ def test_blocks_may_hand_on_more_than_one_tensor(cuts: list[str]) -> None:
     model, batches = Biases(), batches_of(5, 3)
     found = trained(model, batches, cuts=cuts).state_dict()
     assert_same_bits(found, plain(model, batches))
+
+
+class Lengths(Model):
+    """Asks what its blocks return for a shape, or is given a plain number by them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Long(how) for _ in range(4))
+
+    def forward(self, x: Tensor, pixels: Tensor | None = None) -> Tensor:
+        hidden, length = self.before(x, pixels), 1.0
+        for block in self.blocks:
+            hidden, told = block(hidden, length)
+            length = told if self.how == "told" else float(hidden.shape[1])
+        return self.outlet(hidden.mean(1))  # type: ignore[no-any-return]
+
+
+class Long(nn.Linear):
+    def __init__(self, how: str) -> None:
+        super().__init__(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor, length: float) -> Any:  # type: ignore[override]
+        hidden = torch.tanh(super().forward(x)) / length
+        if self.how == "halves" and len(x[0]) > 4:
+            hidden = hidden[:, ::2]
+        return hidden, float(len(x[0])) if self.how == "told" else None
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("asks", None), ("halves", "asks for the shape or type"), ("told", "a Long returned")],
+)
+def test_shapes_and_numbers_between_blocks_are_right_or_refused(
+    how: str, words: str | None
+) -> None:
+    batches = batches_of(3, 3, 6)
+    if words is None:
+        assert_same_bits(trained(Lengths(how), batches).state_dict(), plain(Lengths(how), batches))
+    else:
+        trained(Lengths(how), batches[:2])
+        with pytest.raises(StageError, match=words):
+            trained(Lengths(how), batches)
 
 
 # ------------------------------------------------------------------ branches

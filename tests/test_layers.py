@@ -95,6 +95,7 @@ _HOOKS = "a stand-in of an optimizer that shares its attributes must not share i
 PRIVATES: dict[str, str] = {
     "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
     "averaging/moments.py: like._optimizer_step_pre_hooks": _HOOKS,
+    "cutting/blocks.py: buffer._version": _VERSION,
     "cutting/ends.py: module._buffers": _BUFFERS,
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,

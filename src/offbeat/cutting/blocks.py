@@ -153,6 +153,7 @@ class _Body:
         self._frames: list[tuple[nn.Module, nn.Module, bool]] = []
         """Of each module, and whether it has run to its end before the blocks."""
         self._ends, self._first = ends, first
+        self._constants: list[tuple[str, Tensor]] = []
         self._strange: dict[int, StandIn] = {
             id(parameter): _stand_in_for(name, parameter, first=first)
             for name, parameter in model.named_parameters()
@@ -176,6 +177,9 @@ class _Body:
         for key, parameter in state["_parameters"].items():
             if id(parameter) in self._strange:
                 state[key] = self._strange[id(parameters.pop(key))]
+        for key, buffer in buffers.items():
+            if buffer is not None and (id(module), key) in self._ends.constants:
+                self._constants.append((f"{type(module).__name__}.{key}", buffer))
         # Else the very dict: a forward that assigns a buffer anew assigns the model's.
         if (id(module) in self._ends.early_buffers) != self._first:
             for key, buffer in buffers.items():
@@ -194,7 +198,17 @@ class _Body:
     def __call__(self, x: Nest) -> Nest:
         # In the last stage the prefix runs for nothing, and must draw no random numbers.
         self.follow_modes(asleep=not self._first)
-        return call(self.module, x)
+        before = [buffer._version for _, buffer in self._constants]
+        try:
+            return call(self.module, x)
+        finally:
+            for (name, buffer), version in zip(self._constants, before, strict=True):
+                if buffer._version != version:
+                    raise StageError(
+                        f"buffer {name!r} is written in this batch and was not in the first, so"
+                        " both ends of the model have it. Let the first batch write it, or pass a"
+                        " list of modules, one per stage."
+                    )
 
     def follow_modes(self, *, asleep: bool) -> None:
         for module, frame, early in self._frames:  # train() and eval() are called on the original
@@ -224,8 +238,8 @@ class _Call(NamedTuple):
     settings: dict[str, int]
     results: list[int | None]
     """Where the tensors that it returns go; None where nobody needs one."""
-    asked: bool
-    """Whether the model asks what shape they have, and is told that of the first argument."""
+    asked: list[bool]
+    """Of which of them the model asks the shape or type, and is told that of the first argument."""
 
 
 @uncompiled
@@ -252,14 +266,15 @@ class _Journey:
         """Notes how the next block is called, and returns tokens in the nest of its output."""
         where = [self._place(value) for value in arguments]
         named = {name: self._place(value) for name, value in settings.items()}
-        number, shape = len(self.calls), nest.tensors([arguments, settings])[0]
+        number = len(self.calls)
         why = (
             f"what block {number} returned is not only given to the next blocks, and they may lie"
             " in different stages. Pass a list of modules, one per stage."
         )
-        tokens = [StandIn.of(shape, why, sealed=True) for _ in nest.tensors(output)]
+        like = _first_of(arguments, settings)
+        tokens = [StandIn.of(like, why, sealed=True) for _ in nest.tensors(output)]
         self._tokens.append(tokens)
-        self.calls.append(_Call(where, named, [], False))
+        self.calls.append(_Call(where, named, [], []))
         fresh = iter(tokens)
         return nest.replace(output, lambda _: next(fresh))
 
@@ -274,13 +289,18 @@ class _Journey:
         calls = [
             call._replace(
                 results=[self._places.get(id(token)) for token in tokens],
-                asked=any(token.asked for token in tokens),
+                asked=[token.asked for token in tokens],
             )
             for call, tokens in zip(self.calls, self._tokens, strict=True)
         ]
         made = {place for call in calls for place in call.results}
         values = [None if n in made else value for n, value in enumerate(self.values)]
         return {"x": x, "values": StandIn.without(values), "calls": json.dumps(calls)}
+
+
+def _first_of(*arguments: Any) -> Tensor:
+    """The tensor of which what a block returns is taken to have the shape and type."""
+    return next(iter(nest.tensors(arguments)), torch.empty(0))
 
 
 def _identity(value: Any) -> Any:
@@ -299,6 +319,7 @@ class _Middle(nn.Module):
         blocks = list(model.get_submodule(ends.path).children())
         self.blocks = nn.ModuleList([blocks[number] for number in own])
         self._own = own
+        self._returns = [_plain_of(ends.outputs[number]) for number in own]
 
     def forward(self, given: Nest) -> Nest:
         calls, needed = _read(given["calls"], self._own)
@@ -309,23 +330,35 @@ class _Middle(nn.Module):
     def _run(self, calls: list[_Call], given: list[Any]) -> tuple[Any, list[Any]]:
         """What the last of the blocks returns, and all values."""
         output, values = None, list(given)
-        for number, block, how in zip(self._own, self.blocks, calls, strict=True):
+        for block, how, returns in zip(self.blocks, calls, self._returns, strict=True):
             arguments = [values[place] for place in how.arguments]
             settings = {name: values[place] for name, place in how.settings.items()}
             output = block(*arguments, **settings)
-            made = nest.tensors(output)
-            if len(made) != len(how.results) or (
-                how.asked and made[0].shape != nest.tensors([arguments, settings])[0].shape
-            ):
+            if _plain_of(output) != returns:
                 raise StageError(
-                    f"block {number} returns other tensors than in the first batch, or of another"
-                    " shape than its first argument, which the model's forward asks for. Pass a"
-                    " list of modules, one per stage."
+                    f"a {type(block).__name__} returned {returns} in the first batch, with"
+                    f" Ellipsis for tensors, and now {_plain_of(output)}: what changes must be a"
+                    " tensor. Or pass a list of modules, one per stage."
                 )
-            for place, tensor in zip(how.results, made, strict=True):
+            found = zip(how.results, how.asked, nest.tensors(output), strict=True)
+            for place, asked, tensor in found:
+                if asked and _kind_of(tensor) != _kind_of(_first_of(arguments, settings)):
+                    raise StageError(
+                        "the model's forward asks for the shape or type of what a"
+                        f" {type(block).__name__} returns, and it is not that of its first"
+                        " argument. Pass a list of modules, one per stage."
+                    )
                 if place is not None:
                     values[place] = tensor
         return output, values
+
+
+def _plain_of(output: Nest) -> Nest:
+    return nest.replace(output, lambda _: ...)
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _First(_Middle):
@@ -405,8 +438,8 @@ class _Last(_Middle):
                 "what a block was called with or returned is used behind the blocks, where only"
                 " that of the last one is known. Pass a list of modules, one per stage."
             )
-            shape = nest.tensors(given)[0]
-            return nest.replace(self._outputs[number], lambda _: StandIn.of(shape, why))
+            like = _first_of(given)
+            return nest.replace(self._outputs[number], lambda _: StandIn.of(like, why))
         self._body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
         output, known = self._arrived
         StandIn.reveal(given, known)

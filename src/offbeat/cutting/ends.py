@@ -39,7 +39,7 @@ class Ends:
     outputs: list[Nest] = field(default_factory=list)
     """What each block returns, empty tensors in the place of its own."""
     constants: set[tuple[int, str]] = field(default_factory=set)
-    """Buffers that no end writes, so that both may have the model's."""
+    """Buffers that are used and that no end writes, so that both may have the model's."""
 
 
 def find_ends(model: nn.Module, path: str, x: Nest) -> Ends:
@@ -243,7 +243,7 @@ class _BufferWatch:
                 writers = ever - {"first"}
                 self._refuse_use(name, writers, self._uses.get((id(module), key), set()))
                 written |= dict.fromkeys(writers, name)
-                if not ever:
+                if not ever and (id(module), key) in self._uses:
                     ends.constants.add((id(module), key))
             if len(written) > 1:
                 raise ConfigurationError(
