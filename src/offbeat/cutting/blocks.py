@@ -32,6 +32,7 @@ from offbeat.cutting.ends import Ends, find_ends
 from offbeat.cutting.stand_ins import StandIn
 from offbeat.errors import ConfigurationError, StageError
 from offbeat.nest import Nest
+from offbeat.stages.attributes import GONE, Change, rebound
 from offbeat.stages.compiled import uncompiled
 from offbeat.stages.trial import call, leave_untouched
 
@@ -89,6 +90,12 @@ class BlocksCut(Cut):
         stages = _stages_of(self.model, ends, [int(place) for place in places])
         compare_with_whole(self.model, stages, batch, self.path, lend)
         return replace(self, places=places, modules=tuple(stages))
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        for stage in self.modules:
+            if isinstance(stage, _First | _Last):
+                for change in changes:
+                    stage.body.follow(change)
 
 
 def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str) -> str:
@@ -189,7 +196,8 @@ class _Body:
             buffers = {}
         children = state["_modules"].items()
         modules = {k: None if child is None else self._copy(child, copies) for k, child in children}
-        frame = object.__new__(type(module))
+        frame: nn.Module = object.__new__(type(module))
+        state = {name: rebound(name, value, module, frame) for name, value in state.items()}
         frame.__dict__.update(state, _parameters=parameters, _buffers=buffers, _modules=modules)
         copies[id(module)] = frame
         self._frames.append((module, frame, id(module) in self._ends.early_modules))
@@ -209,6 +217,27 @@ class _Body:
                         " both ends of the model have it. Let the first batch write it, or pass a"
                         " list of modules, one per stage."
                     )
+
+    def follow(self, change: Change) -> None:
+        """Hooks and whatever else lies deeper are the model's own."""
+        for module, frame, _ in self._frames:
+            held = frame.__dict__
+            own = not change.part and change.name != "training"
+            buffer = change.part == "_buffers" and change.name in held
+            if module is not change.module or not (own or buffer):
+                continue
+            if isinstance(held.get(change.name), StandIn):
+                continue  # the other end's
+            if change.name == "forward":
+                raise ConfigurationError(
+                    f"{change} was replaced after this {type(self.module).__name__} was cut, and"
+                    " what it sets, such as mixed precision, may not reach other stages. Build a"
+                    " new Trainer, which compares; mixed precision is"
+                    " Trainer(autocast=torch.bfloat16). The batch was not started."
+                )
+            held.pop(change.name, None)
+            if change.now is not GONE:
+                held[change.name] = rebound(change.name, change.now, module, frame)
 
     def follow_modes(self, *, asleep: bool) -> None:
         for module, frame, early in self._frames:  # train() and eval() are called on the original
@@ -370,10 +399,10 @@ class _First(_Middle):
 
     def __init__(self, model: nn.Module, ends: Ends, own: range) -> None:
         super().__init__(model, ends, own)
-        self._body = _Body(model, ends, self._pass, first=True)
+        self.body = _Body(model, ends, self._pass, first=True)
         blocks = self.blocks
         del self.blocks
-        self.frame, self.blocks = self._body.module, blocks  # so are their parameters in order
+        self.frame, self.blocks = self.body.module, blocks  # so are their parameters in order
         self._outputs, self._journey = ends.outputs, _Journey()
 
     def forward(self, x: Nest) -> Nest:
@@ -383,7 +412,7 @@ class _First(_Middle):
     def _depart(self, x: Nest) -> Nest:
         self._journey = _Journey()
         try:
-            self._body(x)
+            self.body(x)
         except _Reached:
             return self._journey.message(x)
         finally:
@@ -410,8 +439,8 @@ class _Last(_Middle):
 
     def __init__(self, model: nn.Module, ends: Ends, own: range) -> None:
         super().__init__(model, ends, own)
-        self._body = _Body(model, ends, self._pass, first=False)
-        self.frame = self._body.module
+        self.body = _Body(model, ends, self._pass, first=False)
+        self.frame = self.body.module
         self._outputs = ends.outputs
         self._arrived: tuple[Any, list[Any]] = (None, [])
         """What the last block has returned, and been called with."""
@@ -426,7 +455,7 @@ class _Last(_Middle):
     def _arrive(self, x: Nest, output: Any, known: list[Any]) -> Nest:
         self._arrived = output, known
         try:
-            return StandIn.without(self._body(x))
+            return StandIn.without(self.body(x))
         finally:
             StandIn.conceal()
             self._arrived = None, []
@@ -440,7 +469,7 @@ class _Last(_Middle):
             )
             like = _first_of(given)
             return nest.replace(self._outputs[number], lambda _: StandIn.of(like, why))
-        self._body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
+        self.body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
         output, known = self._arrived
         StandIn.reveal(given, known)
         return output

@@ -45,7 +45,8 @@ def _refuse_other_outputs(
         if not same_values(cut, whole):
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"
-                f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
+                f" piece {'in training' if training else 'in evaluation'}."
+                f" {_reason(model, _UNSEEN)}"
             )
 
 
@@ -81,7 +82,7 @@ def _refuse_other_gradients(
     if other is not None:
         raise ConfigurationError(
             f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"
-            f" gradient than in one piece: {_UNSEEN}"
+            f" gradient than in one piece. {_UNSEEN}"
         )
 
 
@@ -99,13 +100,24 @@ def explain_failure(model: nn.Module, name: str) -> Iterator[None]:
     except Exception as error:
         raise ConfigurationError(
             f"cut at {name}, this {type(model).__name__} fails where it does not in one piece"
-            f" ({type(error).__name__}: {error}). Pass a list of modules, one per stage."
+            f" ({type(error).__name__}: {error})."
+            f" {_reason(model, _REMEDY)}"
         ) from error
 
 
+def _reason(model: nn.Module, otherwise: str) -> str:
+    if "forward" not in vars(model):
+        return otherwise
+    return (
+        "Its forward was replaced on the instance, and what that sets around its parts, such as"
+        " mixed precision, does not reach other stages. Give the model as it was before, and"
+        " Trainer(autocast=torch.bfloat16) for mixed precision."
+    )
+
+
+_REMEDY = "Pass a list of modules, one per stage."
 _UNSEEN = (
-    "a later part uses something of an earlier one that cannot be seen from outside. Pass a list of"
-    " modules, one per stage."
+    f"A later part uses something of an earlier one that cannot be seen from outside. {_REMEDY}"
 )
 
 
