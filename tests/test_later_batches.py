@@ -385,6 +385,8 @@ class Branches(Model):
             hidden += 1
         if self.does("looks") and number == 2 and hidden.mean() > 0:
             return (hidden.clone(),)
+        if self.does("attribute"):
+            self.blocks[number].number = self.length
         if self.does("block weight") and number == 2:
             last: Any = self.blocks[3]
             return hidden, last.linear.weight[: self.length, : self.length]
@@ -418,6 +420,7 @@ BRANCHES = {
     "writes": "what block 1 returned is not only given to the next blocks",
     "looks": "what block 1 returned is not only given to the next blocks",
     "block weight": "asks a block of another stage for 'linear'",
+    "attribute": "sets 'number' of a block of another stage",
     "skips": "'inlet.weight'.* is used behind the blocks, but belongs",
     "early weight late": "'inlet.bias'.* is used behind the blocks, but belongs",
     "leaves out": "block 3 is called where block 2 would be",

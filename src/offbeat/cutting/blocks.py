@@ -14,13 +14,11 @@ and in which the suffix uses nothing of the prefix. Doors and stand-ins refuse o
 in which they show; ``compare.py`` looks for what is hidden from both in the first batch.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from inspect import ismethod
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 from offbeat import nest
 from offbeat.cutting.compare import compare_with_whole, explain_failure, find_loan
 from offbeat.cutting.cut import Balance, Cut, Wish, check_places
+from offbeat.cutting.doors import Call, Door, Journey, OnCall, Reached, first_of, read_calls
 from offbeat.cutting.ends import Ends, find_ends
 from offbeat.cutting.stand_ins import StandIn
 from offbeat.errors import ConfigurationError, StageError
@@ -116,38 +115,6 @@ def _stages_of(model: nn.Module, ends: Ends, places: Sequence[int]) -> list[nn.M
     return [_First(model, ends, own[0]), *middle, _Last(model, ends, own[-1])]
 
 
-OnCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""What happens where the model calls a block: its number, arguments and settings."""
-
-
-class _Reached(Exception):
-    """Leaves a forward once the last of the blocks has been called."""
-
-
-class _Door(nn.Module):
-    """Stands in a model's frame where a block of another stage was, and does something else."""
-
-    def __init__(self, block: nn.Module, on_call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._block, self._on_call = (block,), on_call
-        del self.training  # it is the block's
-
-    def forward(self, *arguments: Any, **settings: Any) -> Any:
-        return self._on_call(arguments, settings)
-
-    def __getattr__(self, name: str) -> Any:
-        """Plain values that a forward asks a block for, such as its kind of attention."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = getattr(self._block[0], name)
-        if isinstance(value, Tensor | nn.Module) or ismethod(value):
-            raise StageError(
-                f"the model's forward asks a block of another stage for {name!r}: it may call the"
-                " block and read plain values. Pass a list of modules, one per stage."
-            )
-        return value
-
-
 class _Body:
     """A copy of a model's frame around its own submodules, with other blocks and fewer weights.
 
@@ -167,7 +134,7 @@ class _Body:
             if (id(parameter) in ends.early_weights) != first
         }
         blocks = model.get_submodule(ends.path)
-        doors = [_Door(block, partial(on_call, n)) for n, block in enumerate(blocks.children())]
+        doors = [Door(block, partial(on_call, n)) for n, block in enumerate(blocks.children())]
         # By id, so that what has two names stays one.
         copies: dict[int, nn.Module] = {id(blocks): nn.ModuleList(doors)}
         self.module = self._copy(model, copies)
@@ -260,86 +227,6 @@ def _stand_in_for(name: str, tensor: Tensor, *, first: bool) -> StandIn:
     )
 
 
-class _Call(NamedTuple):
-    """How a block is called: where its arguments lie among the values that travel."""
-
-    arguments: list[int]
-    settings: dict[str, int]
-    results: list[int | None]
-    """Where the tensors that it returns go; None where nobody needs one."""
-    asked: list[bool]
-    """Of which of them the model asks the shape or type, and is told that of the first argument."""
-
-
-@uncompiled
-@lru_cache(maxsize=256)
-def _read(calls: str, own: range) -> tuple[list[_Call], set[int]]:
-    """How these blocks are called, and the places of the values that later ones are called with."""
-    every = [_Call(*call) for call in json.loads(calls)]
-    later = every[own.stop :]
-    needed = {place for call in later for place in [*call.arguments, *call.settings.values()]}
-    return every[own.start : own.stop], needed
-
-
-class _Journey:
-    """One batch on its way through doors: what every block is called with."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.calls: list[_Call] = []
-        self._places: dict[Any, int] = {}
-        self._tokens: list[list[StandIn]] = []
-        """Of each block."""
-
-    def call(self, arguments: Sequence[Any], settings: dict[str, Any], output: Nest) -> Nest:
-        """Notes how the next block is called, and returns tokens in the nest of its output."""
-        where = [self._place(value) for value in arguments]
-        named = {name: self._place(value) for name, value in settings.items()}
-        number = len(self.calls)
-        why = (
-            f"what block {number} returned is not only given to the next blocks, and they may lie"
-            " in different stages. Pass a list of modules, one per stage."
-        )
-        like = _first_of(arguments, settings)
-        tokens = [StandIn.of(like, why, sealed=True) for _ in nest.tensors(output)]
-        self._tokens.append(tokens)
-        self.calls.append(_Call(where, named, [], []))
-        fresh = iter(tokens)
-        return nest.replace(output, lambda _: next(fresh))
-
-    def _place(self, value: Any) -> int:
-        key = _identity(value)
-        if key not in self._places:
-            self._places[key] = len(self.values)
-            self.values.append(value)
-        return self._places[key]
-
-    def message(self, x: Nest) -> Nest:
-        calls = [
-            call._replace(
-                results=[self._places.get(id(token)) for token in tokens],
-                asked=[token.asked for token in tokens],
-            )
-            for call, tokens in zip(self.calls, self._tokens, strict=True)
-        ]
-        made = {place for call in calls for place in call.results}
-        values = [None if n in made else value for n, value in enumerate(self.values)]
-        return {"x": x, "values": StandIn.without(values), "calls": json.dumps(calls)}
-
-
-def _first_of(*arguments: Any) -> Tensor:
-    """The tensor of which what a block returns is taken to have the shape and type."""
-    return next(iter(nest.tensors(arguments)), torch.empty(0))
-
-
-def _identity(value: Any) -> Any:
-    """What two values share only if one may be sent for both."""
-    if isinstance(value, tuple | list):
-        return (type(value), *map(_identity, value))
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return (type(value), repr(value)) if plain else id(value)
-
-
 class _Middle(nn.Module):
     """Some blocks, one after the other."""
 
@@ -351,12 +238,12 @@ class _Middle(nn.Module):
         self._returns = [_plain_of(ends.outputs[number]) for number in own]
 
     def forward(self, given: Nest) -> Nest:
-        calls, needed = _read(given["calls"], self._own)
+        calls, needed = read_calls(given["calls"], self._own)
         _, values = self._run(calls, given["values"])
         kept = [value if place in needed else None for place, value in enumerate(values)]
         return {**given, "values": kept}
 
-    def _run(self, calls: list[_Call], given: list[Any]) -> tuple[Any, list[Any]]:
+    def _run(self, calls: list[Call], given: list[Any]) -> tuple[Any, list[Any]]:
         """What the last of the blocks returns, and all values."""
         output, values = None, list(given)
         for block, how, returns in zip(self.blocks, calls, self._returns, strict=True):
@@ -371,7 +258,7 @@ class _Middle(nn.Module):
                 )
             found = zip(how.results, how.asked, nest.tensors(output), strict=True)
             for place, asked, tensor in found:
-                if asked and _kind_of(tensor) != _kind_of(_first_of(arguments, settings)):
+                if asked and _kind_of(tensor) != _kind_of(first_of(arguments, settings)):
                     raise StageError(
                         "the model's forward asks for the shape or type of what a"
                         f" {type(block).__name__} returns, and it is not that of its first"
@@ -403,20 +290,20 @@ class _First(_Middle):
         blocks = self.blocks
         del self.blocks
         self.frame, self.blocks = self.body.module, blocks  # so are their parameters in order
-        self._outputs, self._journey = ends.outputs, _Journey()
+        self._outputs, self._journey = ends.outputs, Journey()
 
     def forward(self, x: Nest) -> Nest:
         return super().forward(self._depart(x))
 
     @uncompiled
     def _depart(self, x: Nest) -> Nest:
-        self._journey = _Journey()
+        self._journey = Journey()
         try:
             self.body(x)
-        except _Reached:
+        except Reached:
             return self._journey.message(x)
         finally:
-            self._journey = _Journey()
+            self._journey = Journey()
         raise StageError(
             f"the model's forward ended before its block {len(self._outputs) - 1}, and every block"
             " must run once. Pass a list of modules, one per stage."
@@ -430,7 +317,7 @@ class _First(_Middle):
             )
         output = self._journey.call(arguments, settings, self._outputs[number])
         if number == len(self._outputs) - 1:
-            raise _Reached
+            raise Reached
         return output
 
 
@@ -446,7 +333,7 @@ class _Last(_Middle):
         """What the last block has returned, and been called with."""
 
     def forward(self, given: Nest) -> Nest:
-        calls, _ = _read(given["calls"], self._own)
+        calls, _ = read_calls(given["calls"], self._own)
         output, values = self._run(calls, given["values"])
         places = [*calls[-1].arguments, *calls[-1].settings.values()]
         return self._arrive(given["x"], output, [values[place] for place in places])
@@ -467,7 +354,7 @@ class _Last(_Middle):
                 "what a block was called with or returned is used behind the blocks, where only"
                 " that of the last one is known. Pass a list of modules, one per stage."
             )
-            like = _first_of(given)
+            like = first_of(given)
             return nest.replace(self._outputs[number], lambda _: StandIn.of(like, why))
         self.body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
         output, known = self._arrived
