@@ -386,7 +386,8 @@ class Branches(Model):
         if self.does("looks") and number == 2 and hidden.mean() > 0:
             return (hidden.clone(),)
         if self.does("attribute"):
-            self.blocks[number].number = self.length
+            block: Any = self.blocks[number]
+            block.number = self.length
         if self.does("block weight") and number == 2:
             last: Any = self.blocks[3]
             return hidden, last.linear.weight[: self.length, : self.length]

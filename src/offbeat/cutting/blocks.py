@@ -173,17 +173,21 @@ class _Body:
     def __call__(self, x: Nest) -> Nest:
         # In the last stage the prefix runs for nothing, and must draw no random numbers.
         self.follow_modes(asleep=not self._first)
-        before = [buffer._version for _, buffer in self._constants]
+        before = self._versions()
         try:
             return call(self.module, x)
         finally:
-            for (name, buffer), version in zip(self._constants, before, strict=True):
-                if buffer._version != version:
+            pairs = zip(self._constants, before, self._versions(), strict=True)
+            for (name, _), version, now in pairs:
+                if version != now:
                     raise StageError(
                         f"buffer {name!r} is written in this batch and was not in the first, so"
                         " both ends of the model have it. Let the first batch write it, or pass a"
                         " list of modules, one per stage."
                     )
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for _, buffer in self._constants]
 
     def follow(self, change: Change) -> None:
         """Hooks and whatever else lies deeper are the model's own."""
