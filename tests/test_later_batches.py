@@ -408,7 +408,7 @@ class Branches(Model):
             if self.does("stops") and number == 3:
                 break
             hidden = block(*self.between(hidden, number))
-            if self.does("repeats") and number == 1:
+            if (self.does("repeats") and number == 1) or (self.does("repeats 3") and number == 3):
                 hidden = block(hidden)
         if self.does("returns early"):
             return self.outlet(early.mean(1))  # type: ignore[no-any-return]
@@ -424,9 +424,10 @@ BRANCHES = {
     "attribute": "sets 'number' of a block of another stage",
     "skips": "'inlet.weight'.* is used behind the blocks, but belongs",
     "early weight late": "'inlet.bias'.* is used behind the blocks, but belongs",
-    "leaves out": "block 3 is called where block 2 would be",
+    "leaves out": "block 3 is called when 2 blocks have been",
     "stops": "ended before its block 3|not only given to the next blocks",
-    "repeats": "block 1 is called where block 2 would be",
+    "repeats": "block 1 is called when 2 blocks have been",
+    "repeats 3": "block 3 is called when 4 blocks have been",
     "returns early": "'inlet.weight'.* is used behind the blocks, but belongs",
 }
 

@@ -127,6 +127,7 @@ class _Body:
         self._frames: list[tuple[nn.Module, nn.Module, bool]] = []
         """Of each module, and whether it has run to its end before the blocks."""
         self._ends, self._first = ends, first
+        self._on_call, self._called = on_call, 0
         self._constants: list[tuple[str, Tensor]] = []
         self._strange: dict[int, StandIn] = {
             id(parameter): _stand_in_for(name, parameter, first=first)
@@ -134,7 +135,7 @@ class _Body:
             if (id(parameter) in ends.early_weights) != first
         }
         blocks = model.get_submodule(ends.path)
-        doors = [Door(block, partial(on_call, n)) for n, block in enumerate(blocks.children())]
+        doors = [Door(block, partial(self._at, n)) for n, block in enumerate(blocks.children())]
         # By id, so that what has two names stays one.
         copies: dict[int, nn.Module] = {id(blocks): nn.ModuleList(doors)}
         self.module = self._copy(model, copies)
@@ -144,13 +145,19 @@ class _Body:
             return copies[id(module)]
         # As copy.copy(), which parametrized modules refuse; without what model.compile() has made.
         state: dict[str, Any] = dict(nn.Module.__getstate__(module))
+        parameters, buffers = dict(state["_parameters"]), state["_buffers"]
+        strange = {
+            id(parameter): self._strange[id(parameter)]
+            for key, parameter in parameters.items()
+            if id(parameter) in self._strange
+            and (self._first or (id(module), key) not in self._ends.lent)
+        }
         for key, value in state.items():
             if type(value) is list:  # such as the weights of an nn.LSTM in their order
-                state[key] = [self._strange.get(id(part), part) for part in value]
-        parameters, buffers = dict(state["_parameters"]), state["_buffers"]
+                state[key] = [strange.get(id(part), part) for part in value]
         for key, parameter in state["_parameters"].items():
-            if id(parameter) in self._strange:
-                state[key] = self._strange[id(parameters.pop(key))]
+            if id(parameter) in strange:
+                state[key] = strange[id(parameters.pop(key))]
         for key, buffer in buffers.items():
             if buffer is not None and (id(module), key) in self._ends.constants:
                 self._constants.append((f"{type(module).__name__}.{key}", buffer))
@@ -173,7 +180,7 @@ class _Body:
     def __call__(self, x: Nest) -> Nest:
         # In the last stage the prefix runs for nothing, and must draw no random numbers.
         self.follow_modes(asleep=not self._first)
-        before = self._versions()
+        before, self._called = self._versions(), 0
         try:
             return call(self.module, x)
         finally:
@@ -185,6 +192,15 @@ class _Body:
                         " both ends of the model have it. Let the first batch write it, or pass a"
                         " list of modules, one per stage."
                     )
+
+    def _at(self, number: int, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        if number != self._called:
+            raise StageError(
+                f"block {number} is called when {self._called} blocks have been: every block must"
+                " run once, in their order. Pass a list of modules, one per stage."
+            )
+        self._called += 1
+        return self._on_call(number, arguments, settings)
 
     def _versions(self) -> list[int]:
         return [buffer._version for _, buffer in self._constants]
@@ -314,11 +330,6 @@ class _First(_Middle):
         )
 
     def _pass(self, number: int, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        if number != (due := len(self._journey.calls)):
-            raise StageError(
-                f"block {number} is called where block {due} would be: every block must run once,"
-                " in their order. Pass a list of modules, one per stage."
-            )
         output = self._journey.call(arguments, settings, self._outputs[number])
         if number == len(self._outputs) - 1:
             raise Reached
