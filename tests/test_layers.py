@@ -103,6 +103,7 @@ PRIVATES: dict[str, str] = {
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,
     "stages/network.py: tensor._version": _VERSION,
+    "stages/relay.py: tie._version": _VERSION,
     "stages/runner.py: tensor._version": _VERSION,
     "stages/versions.py: self.tensor._version": _VERSION,
     "stages/versions.py: tensor._version": _VERSION,
@@ -224,6 +225,7 @@ def test_exported_names() -> None:
         "__version__",
         "launch",
         "seed_for",
+        "untie",
     ]
     assert {*offbeat.__all__, "corrections", "methods"} <= set(dir(offbeat))  # for the tab key
     for name in offbeat.__all__:
