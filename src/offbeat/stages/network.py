@@ -13,12 +13,13 @@ from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.rng import HostState, host_replayed, seed_for, seeded
-from offbeat.stages.attributes import HOOKS, Change
+from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
+from offbeat.stages.lanes import NotRecordable
 from offbeat.stages.versions import SavedTensors, leaves_of
 
 Loss = Callable[[Nest, Nest], Tensor]
@@ -71,13 +72,13 @@ class Network:
         self.local_loss = fill.local_loss
         self._shrink = shrink
         compiled = self.modules if isinstance(self._compiled, Compiled) else ()
-        self.habits.inspected = False
+        self.habits.inspected = self.habits.hides = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
     def look_again(self, changes: Sequence[Change]) -> None:
         self.habits.forget()
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
-            self.habits.inspected = False
+            self.habits.inspected = self.habits.hides = False
         # Compiled code asks for attributes itself, and never for hooks.
         if isinstance(self._compiled, Compiled) and any(c.part in HOOKS for c in changes):
             self._compiled = Compiled(self.index, self.module)
@@ -153,9 +154,46 @@ class Network:
                 "the loss does not depend on the output of the model, or on nothing in it that is"
                 " trained: compute it from the output, without detach(), item() or no_grad()."
             )
-        if self.rule in ("stash", "current") and not self.habits.inspected:
-            self.saved.look_at(work.outputs)
+        if self.rule in ("stash", "current"):
+            self._inspect(batch, work, given)
         return output, work.loss
+
+    def _inspect(self, batch: int | None, work: Work, given: Nest) -> None:
+        """Looks at a graph unlike those before it, and lets one that hides weights keep them all.
+
+        A backward that finds all weights as its forward saw them cannot see others.
+        """
+        first = not self.habits.inspected
+        if first:
+            self.saved.look_at([*work.outputs, *([] if work.loss is None else [work.loss])])
+        if not self.saved.knows(work.graph) and not first:
+            self._inspect_again(batch, work, given)
+        if self.rule == "stash" and self.habits.hides:
+            stashed = work.stashed or Tensor.detach
+            work.copies |= {parameter: stashed(parameter) for parameter in self.trainable}
+            work.graph.weights |= set(self.trainable)
+            work.hides = True
+
+    def _inspect_again(self, batch: int | None, work: Work, given: Nest) -> None:
+        """Runs the forward once more, for nothing, so that all its operations are seen."""
+        if batch is None:
+            raise NotRecordable("a forward that saves other tensors than those before it")
+        attributes, spare = Attributes(self.modules), Work(target=work.target, scale=work.scale)
+        self.habits.inspected = False
+        with WrittenBuffers(self.modules).restored():
+            self.build_graph(batch, spare, given)
+        attributes.put_back()
+        alike = spare.graph.size == work.graph.size
+        if alike or isinstance(self._compiled, Compiled):  # which is not what is inspected
+            return
+        if self.rule == "current":
+            raise StageError(
+                f"stage {self.index}: run twice on one batch, its forward saves"
+                f" {work.graph.size} tensors and then {spare.graph.size}, so it cannot be said"
+                " which weights its backward sees. Rule 'current' promises the"
+                " newest. Use backward='stash', which keeps all weights, or backward='recompute'."
+            )
+        self.habits.hides = True
 
     def seed_of(self, batch: int) -> int:
         return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
