@@ -552,3 +552,14 @@ def test_a_structure_that_changes_with_every_run_is_refused_or_kept_whole() -> N
     assert_same_bits(steps_of(hiding(say=odd([0])), PipeDream()), plain)
     with pytest.raises(StageError, match="hooks of their own|saves .* tensors and then"):
         steps_of(hiding(say=odd([0])), StaleWeights())
+
+
+@pytest.mark.parametrize("method", STASHED, ids=str)
+def test_tied_weights_that_hide_are_those_that_arrived(method: Any) -> None:
+    states = []
+    for how in ("checkpoint", ""):
+        stages = hiding(how)
+        assert isinstance(stages[2], Hides) and isinstance(stages[1], Hides)
+        stages[2].one.weight = stages[1].two.weight
+        states.append(steps_of(stages, method))
+    assert_same_bits(*states)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -20,6 +21,7 @@ from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
 from offbeat.stages.lanes import NotRecordable
+from offbeat.stages.relay import Relay
 from offbeat.stages.versions import SavedTensors, leaves_of
 
 Loss = Callable[[Nest, Nest], Tensor]
@@ -53,17 +55,29 @@ class Network:
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.of_model = sum(p.requires_grad for p in module.parameters())
         """How many of these, from the first on, are the model's; the rest are the head's."""
+        self.shared = module.own_weights() if isinstance(module, Relay) else []
+        """Those that later stages use, too: their values are part of what is sent."""
+        self.keeps_place = False
+        """Whether updates write where the weights lie, so that what is sent has to be a copy."""
         self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
         self.names.update(names)
         """What parameters are called in messages."""
         self._own = {id(parameter) for parameter in self.parameters}
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
-        self._compiled = Compiled(index, module) if compile else module
+        self._is_compiled = compile
+        self._compile()
         self._loss = loss
         self._seed = seed
         self._autocast = autocast
         self.begin(Fill(), 1.0)
+
+    def _compile(self) -> None:
+        self._compiled: Callable[[Nest], Nest] = self.module
+        if self._is_compiled and isinstance(self.module, Relay):
+            self._compiled = partial(self.module.run, Compiled(self.index, self.module.module))
+        elif self._is_compiled:
+            self._compiled = Compiled(self.index, self.module)
 
     def begin(self, fill: Fill, shrink: float) -> None:
         """``shrink``: the factor on every gradient that arrives, corrections included."""
@@ -71,7 +85,7 @@ class Network:
         """Which weights a backward sees; None where they are the same anyway."""
         self.local_loss = fill.local_loss
         self._shrink = shrink
-        compiled = self.modules if isinstance(self._compiled, Compiled) else ()
+        compiled = self.modules if self._is_compiled else ()
         self.habits.inspected = self.habits.hides = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
@@ -80,8 +94,8 @@ class Network:
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
             self.habits.inspected = self.habits.hides = False
         # Compiled code asks for attributes itself, and never for hooks.
-        if isinstance(self._compiled, Compiled) and any(c.part in HOOKS for c in changes):
-            self._compiled = Compiled(self.index, self.module)
+        if any(change.part in HOOKS for change in changes):
+            self._compile()
 
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
@@ -184,7 +198,7 @@ class Network:
             self.build_graph(batch, spare, given)
         attributes.put_back()
         alike = spare.graph.size == work.graph.size
-        if alike or isinstance(self._compiled, Compiled):  # which is not what is inspected
+        if alike or self._is_compiled:  # which is not what is inspected
             return
         if self.rule == "current":
             raise StageError(
@@ -194,6 +208,10 @@ class Network:
                 " newest. Use backward='stash', which keeps all weights, or backward='recompute'."
             )
         self.habits.hides = True
+
+    def lent_again(self, work: Work) -> AbstractContextManager[None]:
+        """For a backward that runs forwards again, which read weights of earlier stages."""
+        return self.module.lent(work.leaves) if isinstance(self.module, Relay) else nullcontext()
 
     def seed_of(self, batch: int) -> int:
         return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
@@ -206,7 +224,7 @@ class Network:
         """
         passed = given
         if self.habits.inputs_changed is not False:
-            passed = nest.replace(given, lambda t: t.clone())
+            passed = nest.copied(given)
             inputs = nest.tensors(passed)
         before = [tensor._version for tensor in inputs]
         # Compiled code would hide its operations from the inspection of a first graph.
@@ -274,7 +292,10 @@ class Network:
             wanted = tensor.requires_grad or (
                 self.rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
             )
-            return without_holes(tensor.detach()).requires_grad_(needed and wanted)
+            values = tensor.detach()
+            if isinstance(tensor, nn.Parameter):  # .data, since an update leaves these values alone
+                values = tensor.data.clone() if self.keeps_place else tensor.data
+            return without_holes(values).requires_grad_(needed and wanted)
 
         return nest.replace(output, sent)
 

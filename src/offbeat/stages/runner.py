@@ -82,7 +82,7 @@ class Direct:
         assert work is not None
         outputs, starts = self._stage.network.starts(work, gradients)
         laid_out_anew = _kept_as_they_come(work.inputs)
-        with self._backward_weights(flight):
+        with self._backward_weights(flight), self._stage.network.lent_again(work):
             if outputs:
                 torch.autograd.backward(outputs, starts)
         self._stage.flights.land(flight.batch)
