@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
 from offbeat.cutting.costs import cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
-from offbeat.engines import feed
+from offbeat.engines import checks, feed
 from offbeat.engines.assembly import make_stages
 from offbeat.engines.base import Engine
 from offbeat.engines.models import Models
@@ -77,6 +77,8 @@ class Pipeline:
         placement = self.engine.placement
         self.first = batch
         self.cut = self.cut.decide(batch, self._balance)
+        if self.setup.penalty is not None:
+            checks.check_penalty(self.setup.penalty, self.cut)
         self.cut.sharing().refuse_overlaps(
             in_turn=self.setup.is_synchronous and self.engine.runs_in_turn,
             copies=len(placement.replicas_here) > 1,

@@ -15,7 +15,7 @@ from offbeat.methods import Method
 from offbeat.methods.auto import Auto, Plan
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages.network import Loss
+from offbeat.stages.network import Loss, Penalty
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Setup:
 
     course: Course
     loss: Loss
+    penalty: Penalty | None
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None
     clip: float | None

@@ -19,6 +19,8 @@ class Work:
     target: Nest = None
     scale: float = 1.0
     """Factor on the loss's gradient."""
+    penalized: bool = False
+    """Whether its backward is the one of its batch that brings the penalty on weights."""
     given: Nest = None
     """The input, where the forward will be computed again."""
     given_as: list[int] | None = None
@@ -34,6 +36,7 @@ class Work:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
+    penalty: Tensor | None = None
 
 
 @dataclass(kw_only=True)

@@ -136,7 +136,8 @@ class Recorded:
         places = self.lanes.addresses.take(stage.index, flight.batch)
         if places is None:
             places = [None] * len(nest.tensors(given))
-        kind = (kind_of(given), kind_of(target), scale, stage.module.training)
+        penalized = stage.network.penalizes(flight.batch)
+        kind = (kind_of(given), kind_of(target), scale, stage.module.training, penalized)
         slot = self._slot_for(kind, given, target)
         flight.note = _Note(kind, places, slot)
         if slot is None:

@@ -75,7 +75,7 @@ class Slot:
         self._network = network
         self._gathered = gathered
         self._again = network.rule == "recompute"
-        self._takeoff = Work(target=self.target, scale=kind[2])
+        self._takeoff = Work(target=self.target, scale=kind[2], penalized=kind[4])
         """The work before there is a graph: every run of the forward begins from it."""
         if self._again:
             self._takeoff.given = self.leaves
