@@ -36,7 +36,7 @@ def penalty(named: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "how"),
     [(StaleWeights(), {}), (PipeDream(), {"penalty": penalty}), (DSP(), {})],
-    ids=str,
+    ids=["stale-weights", "pipedream", "dsp"],
 )
 def test_compiled_stages_train_alike(method: Any, how: dict[str, Any]) -> None:
     """BatchNorm included: compiled code saves statistics that later batches change."""
