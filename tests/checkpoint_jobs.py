@@ -244,3 +244,8 @@ def stopped() -> str:
     except StoppedError as error:
         return str(error)
     return "nothing"
+
+
+def names_in(folder: Path) -> list[str]:
+    """What lies in a folder of checkpoints, but for the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
 from offbeat import transport
-from offbeat.averaging import Averaging, DaSGD
+from offbeat.averaging import Averaging, DaSGD, LocalSGD
 from offbeat.checkpoints import tensorfile
 from offbeat.corrections import Monitor
 from offbeat.engines.processes import Processes
@@ -710,3 +710,95 @@ def pause(folder: str) -> tuple[list[Entry], list[Entry]]:
     for x, y in again.batches(batches[4:]):
         again.step(x, y)
     return before, list(again.ledger)
+
+
+def lose_a_process_in(verb: str, folder: Path, stages: int, replicas: int) -> None:
+    """The last process dies while the others are in a verb; they write what they heard, and when.
+
+    No average is ever due, so that replicas have nothing else by which to notice.
+    """
+    import os
+    import signal
+    import time
+
+    network, batches = dropout_net(), vector_batches(4, rows=8, dtype=torch.float32)
+    trainer = trainer_for(
+        network,
+        StaleWeights() if stages > 1 else offbeat.Synchronous(),
+        stages=stages,
+        replicas=replicas,
+        averaging=LocalSGD(1_000_000) if replicas > 1 else None,
+        timeout=60.0,
+    )
+    for x, y in trainer.batches(batches):
+        trainer.step(x, y)
+    trainer.memory()  # all are here
+    if trainer.rank == stages * replicas - 1:
+        time.sleep(0.5)
+        (folder / "died").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    verbs: dict[str, Callable[[], object]] = {
+        "save": lambda: trainer.save(folder / "exact"),
+        "drain": lambda: trainer.save(folder / "drained", drain=True),
+        "state_dict": trainer.state_dict,
+        "evaluate": lambda: trainer.evaluate(batches),
+        "ledger": lambda: trainer.ledger,
+        "memory": trainer.memory,
+    }
+    try:
+        verbs[verb]()
+        time.sleep(3.0)
+        trainer.flush()
+    except BaseException as error:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        words = f"{time.time()} {type(error).__name__}: {error}\n{notes}"
+        (folder / f"heard-{trainer.rank}").write_text(words)
+        raise
+
+
+def token_net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Embedding(9, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 9)
+    ).double()
+
+
+def padded_batches(count: int, words: int = 9) -> list[Batch]:
+    """Rows of 1 to 7 tokens, the labels behind them -100; short rows first."""
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(words, (8, 7), generator=generator)
+        lengths = torch.randint(1, 8, (8,), generator=generator).sort().values
+        labels = ids.roll(1).where(torch.arange(7) < lengths[:, None], torch.tensor(-100))
+        batches.append((ids, labels))
+    return batches
+
+
+def token_loss(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+def counted_tokens(_x: Any, y: Tensor) -> Tensor:
+    return (y != -100).sum()
+
+
+def weighted_trainer(
+    method: Method, optimizer: str = "momentum", **settings: Any
+) -> offbeat.Trainer:
+    given: dict[str, Any] = {"cuts": [3], "loss": token_loss, "weight": counted_tokens, "seed": 3}
+    return trainer_for(token_net(), method, OPTIMIZERS[optimizer], **given | settings)
+
+
+def train_weighted(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trains on padded batches with an empty part among them, one trainer after the other."""
+    found = []
+    batches = padded_batches(6)
+    batches[3][1][:2] = -100
+    for settings in jobs:
+        trainer = weighted_trainer(**settings)
+        losses = [trainer.step(x, y) for x, y in trainer.batches(batches)]
+        losses += trainer.flush()
+        evaluation = trainer.evaluate(trainer.batches(batches))
+        found.append({"losses": losses, "evaluation": evaluation, "state": trainer.state_dict()})
+    return found

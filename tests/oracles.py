@@ -72,8 +72,16 @@ class _Stage:
         return self.versions[-1][: len(self.names)]
 
 
+Weigh = Callable[[Tensor, Tensor], float]
+"""What a micro-batch counts among those of its batch."""
+
+
+def _rows(x: Tensor, _y: Tensor) -> float:
+    return len(x)
+
+
 def _micro_batches(
-    batches: Sequence[Batch], accumulate: int, reduction: str = "mean"
+    batches: Sequence[Batch], accumulate: int, reduction: str = "mean", weigh: Weigh = _rows
 ) -> list[tuple[Tensor, Tensor, float]]:
     """All micro-batches in order: inputs, targets and the factor of the loss."""
     if reduction not in ("mean", "sum"):
@@ -82,8 +90,10 @@ def _micro_batches(
     for x, y in batches:
         if len(x) < accumulate:
             raise ValueError(f"{len(x)} rows cannot make {accumulate} micro-batches")
-        for xs, ys in zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True):
-            pieces.append((xs, ys, len(xs) / len(x) if reduction == "mean" else 1.0))
+        parts = list(zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True))
+        weights = [weigh(*part) for part in parts]
+        for (xs, ys), weight in zip(parts, weights, strict=True):
+            pieces.append((xs, ys, weight / sum(weights) if reduction == "mean" else 1.0))
     return pieces
 
 
@@ -137,6 +147,7 @@ def stash(
     accumulate: int = 1,
     beta: float = 1.0,
     reduction: str = "mean",
+    weigh: Weigh = _rows,
 ) -> list[list[Tensor]]:
     """PipeDream, DDG, FDG, ADL: exact gradient at the weights each stage read going forward.
 
@@ -148,7 +159,8 @@ def stash(
     ADL sums over the M micro-batches (reduction="sum": no loss is scaled).
     """
     copies = [_Stage(stage, optimizer) for stage in stages]
-    for i, (x, y, share) in enumerate(_micro_batches(batches, accumulate, reduction)):
+    parts = _micro_batches(batches, accumulate, reduction, weigh)
+    for i, (x, y, share) in enumerate(parts):
         h, inputs, outputs, weights = x, [], [], []
         for stage, lag in zip(copies, lags, strict=True):
             weights.append(stage.leaves(max(0, i - lag) // accumulate))
@@ -306,6 +318,7 @@ def local_losses(
     optimizer: MakeOptimizer,
     heads: list[nn.Module],
     accumulate: int = 1,
+    weigh: Weigh = _rows,
 ) -> list[list[Tensor]]:
     """DGL (arXiv 1901.08164): each stage trains on its own loss, through its head; only activations
     move, detached.
@@ -316,7 +329,7 @@ def local_losses(
     tops = [*heads, None]
     copies = [_Stage(s, optimizer, head) for s, head in zip(stages, tops, strict=True)]
     for batch in batches:
-        for x, y, share in _micro_batches([batch], accumulate):
+        for x, y, share in _micro_batches([batch], accumulate, weigh=weigh):
             h = x
             for stage in copies:
                 h = stage.module(h.detach())

@@ -36,6 +36,7 @@ from checkpoint_jobs import (
     interrupted,
     interrupted_all,
     job_of,
+    names_in,
     stopped,
     unpunctual,
 )
@@ -951,7 +952,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(tmp_path: Path) -> Non
     assert again.resume(tmp_path).step == 4
     trainer.step(*job_of("cnn")[1][4])
     trainer.save(tmp_path, wait=True)  # and leftovers go when the next one is complete
-    assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"]
+    assert names_in(tmp_path) == ["step-000004", "step-000005"]
 
 
 def test_a_crash_while_one_of_the_same_step_is_replaced_leaves_the_one_before(
@@ -979,10 +980,10 @@ def test_a_crash_while_one_of_the_same_step_is_replaced_leaves_the_one_before(
     assert_same_bits(again.state_dict(), before)
     again.step(*job_of("cnn")[1][4])
     again.save(tmp_path, keep=2, wait=True)
-    assert sorted(os.listdir(tmp_path)) == [".step-000004.replaced.partial", "step-000005"]
+    assert names_in(tmp_path) == [".step-000004.replaced.partial", "step-000005"]
     again.step(*job_of("cnn")[1][5])
     again.save(tmp_path, keep=2, wait=True)
-    assert sorted(os.listdir(tmp_path)) == ["step-000005", "step-000006"]
+    assert names_in(tmp_path) == ["step-000005", "step-000006"]
 
 
 def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
@@ -1015,7 +1016,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         trainer.step(x, y)
         assert trainer.save(tmp_path, keep=2) == trainer.save(tmp_path, keep=2)
     trainer.finish_saving()
-    assert sorted(os.listdir(tmp_path)) == ["step-000007", "step-000008"]
+    assert names_in(tmp_path) == ["step-000007", "step-000008"]
     manifest = json.loads((tmp_path / "step-000008" / MANIFEST).read_text())
     assert manifest["kind"] == "exact"
     assert manifest["method"].startswith("StaleWeights(")
@@ -1028,7 +1029,7 @@ def test_a_run_that_did_not_resume_overwrites_nothing(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(CheckpointError, match="already holds checkpoints, the newest of step 4"):
         saved(tmp_path)
-    assert os.listdir(tmp_path) == ["step-000004"]
+    assert names_in(tmp_path) == ["step-000004"]
 
 
 # ------------------------------------------------------------------ drained
@@ -1129,7 +1130,7 @@ def test_a_run_that_changed_without_a_step_is_saved_anew(tmp_path: Path) -> None
     again = trainer_for(mlp(), stages=2)
     assert again.resume(tmp_path).data == "later"
     assert_same_bits(again.state_dict(), mlp(seed=5).state_dict())
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+    assert names_in(tmp_path) == ["step-000003"]
 
 
 def test_a_run_can_go_back_to_an_earlier_phase(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -54,6 +55,32 @@ def test_every_stage_is_compiled_once() -> None:
     trained(model, vector_batches(16), PipeDream(), cuts=list(range(1, 10)), compile=True)
     assert counters["stats"]["unique_graphs"] == 10
     assert not counters["unimplemented"]
+
+
+def put_double(layer: Any) -> None:
+    layer.forward = MethodType(lambda layer, x: 2 * type(layer).forward(layer, x), layer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.register_forward_hook(lambda _, __, output: 2 * output),
+        lambda layer: layer.register_forward_pre_hook(lambda _, given: (2 * given[0],)),
+        put_double,
+        lambda layer: setattr(layer, "forward", lambda x: x.sin()),
+    ],
+)
+def test_what_a_script_changes_is_compiled_anew(change: Any) -> None:
+    results = []
+    for compile in (True, False):
+        trainer = trainer_for(mlp(), PipeDream(), cuts=[2, 4], compile=compile)
+        for n, (x, y) in enumerate(vector_batches(8)):
+            if n == 4:
+                change(trainer.model.get_submodule("1"))
+            trainer.step(x, y)
+        trainer.flush()
+        results.append(trainer.state_dict())
+    assert_same_bits(*results)
 
 
 def test_a_failing_compiler_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from helpers import OPTIMIZERS, assert_same_bits, trained, trainer_for, vector_batches
-from offbeat.errors import CheckpointError, StageError
+from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
+from offbeat.averaging import LocalSGD
+from offbeat.errors import BatchError, CheckpointError, ConfigurationError, OffbeatError, StageError
 from offbeat.methods import DSP, RULES, Rule, StaleWeights, Synchronous
 
 BATCHES = vector_batches(10, dtype=torch.float32)
@@ -163,3 +166,222 @@ def test_generators_of_python_and_numpy_are_left_to_the_script_where_no_stage_dr
         meanwhile = n == 2
         trainer.step(x, y)
     assert drawn == [expected]
+
+
+# ------------------------------------------------------------------ what a script changes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = hidden + self.drop(torch.tanh(self.linear(hidden)))
+        return result
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Tower(nn.Module):
+    """A list of blocks between two ends that read attributes of the model."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.settings, self.temperature, self.sharp = Settings(), 1.0, False
+        self.inlet = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.outlet = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.inlet(x) * self.temperature * self.settings.scale * scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self.sharp:
+            hidden = torch.relu(hidden)
+        result: Tensor = self.outlet(hidden) / self.temperature
+        return result
+
+
+class Branches(Tower):
+    """The same as a model that can only be traced."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.block = self.blocks[0]
+        del self.blocks
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.block(self.inlet(x) * self.temperature * scale)
+        result: Tensor = self.outlet(hidden * self.settings.scale)
+        return result
+
+
+def double(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = 2 * type(self).forward(self, x)
+    return result
+
+
+def put_double(model: Any) -> None:
+    model.forward = MethodType(double, model)
+
+
+CHANGES: dict[str, Any] = {
+    "a number": lambda m: setattr(m, "temperature", 0.5),
+    "a number of the settings": lambda m: setattr(m.settings, "scale", 0.5),
+    "a branch": lambda m: setattr(m, "sharp", True),
+    "a drop rate": lambda m: setattr(m.blocks[1].drop, "p", 0.5),
+    "a mode": lambda m: m.blocks[1].eval(),
+    "a hook": lambda m: m.inlet.register_forward_hook(lambda _, __, output: output * 2) and None,
+    "a method of a block": lambda m: put_double(m.blocks[0]),
+}
+
+
+def with_change(model: nn.Module, change: Any, method: Any = Synchronous(), **settings: Any) -> Any:
+    """Trains, changes the model after the fifth batch, trains on; and says what it evaluates to."""
+    model = copy.deepcopy(model)
+    made = offbeat.Trainer(
+        model, loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS["sgd"], method=method,
+        seed=3, **settings,
+    )  # fmt: skip
+    for n, (x, y) in enumerate(BATCHES):
+        if n == 5:
+            change(model)
+            made.evaluate(BATCHES[:1])
+        made.step(x, y)
+    made.flush()
+    return made.state_dict(), made.evaluate(BATCHES[:2]).loss
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_blocks_follow_what_a_script_changes(name: str) -> None:
+    """As the whole model does, which one stage is."""
+    model, change = Tower(), CHANGES[name]
+    ours = with_change(model, change, stages=3)
+    if name != "a drop rate":  # whose masks depend on the cut
+        whole = with_change(model, change, stages=1)
+        assert_same_bits(ours[0], whole[0])
+        assert ours[1] == whole[1]
+    unchanged = with_change(model, lambda _: None, stages=3)
+    differ = any(not torch.equal(ours[0][key], unchanged[0][key]) for key in ours[0])
+    assert differ == (name != "a mode")  # which only a drop rate would show
+
+
+@pytest.mark.parametrize("name", ["a number", "a number of the settings", "a mode", "a drop rate"])
+def test_replicas_follow_what_a_script_changes(name: str) -> None:
+    """All see the same batches here, so that two do what one does."""
+    model, change = Tower(), CHANGES[name]
+    twice = [(torch.cat([x, x]), torch.cat([y, y])) for x, y in BATCHES]
+    states = []
+    for replicas, batches in ((1, BATCHES), (2, twice)):
+        own = copy.deepcopy(model)
+        made = offbeat.Trainer(
+            own, loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS["sgd"], stages=3,
+            replicas=replicas, averaging=LocalSGD(every=100),
+        )  # fmt: skip
+        for n, (x, y) in enumerate(batches):
+            if n == 5:
+                change(own)
+            made.step(x, y)
+        states.append(made._pipeline.models.cuts[-1].model.state_dict())
+    if name != "a drop rate":
+        assert_same_bits(states[1], states[0])
+
+
+TRACED = {name: CHANGES[name] for name in CHANGES if "block" not in name and name != "a drop rate"}
+TRACED["a drop rate"] = lambda m: setattr(m.block.drop, "p", 0.5)
+TRACED["a method"] = put_double
+TRACED["a mode"] = lambda m: m.block.eval()
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_traced_model_refuses_what_a_script_changes(name: str) -> None:
+    words = "keeps the modes" if name == "a mode" else "since this model was traced.*Put it back"
+    with pytest.raises(OffbeatError, match=words):
+        with_change(Branches(), TRACED[name], cuts=["block"])
+
+    def there_and_back(model: Any) -> None:
+        model.temperature = 0.5
+        with pytest.raises(OffbeatError, match="temperature was changed from 1.0 to 0.5"):
+            made.step(*BATCHES[0])
+        model.temperature = 1.0
+
+    made = trainer_for(Branches(), cuts=["block"])  # type: ignore[arg-type]
+    made.step(*BATCHES[0])
+    there_and_back(made.model)
+    made.step(*BATCHES[0])
+
+
+def test_a_traced_model_refuses_other_numbers_in_a_batch() -> None:
+    made = trainer_for(Branches(), cuts=["block"])  # type: ignore[arg-type]
+    (x, y), *_ = BATCHES
+    made.step({"x": x, "scale": 1.0}, y)
+    made.step({"x": x, "scale": 1.0}, y)
+    with pytest.raises(BatchError, match=r"'scale': 1.0.*'scale': 0.5.*as a tensor"):
+        made.step({"x": x, "scale": 0.5}, y)
+    made = trainer_for(Branches(), cuts=["block"])  # type: ignore[arg-type]
+    for scale in (1.0, 0.5):
+        made.step({"x": x, "scale": torch.tensor([scale])}, y)
+
+
+def test_what_is_put_on_a_sequential_later_is_refused() -> None:
+    """Before it began, the model is no chain of its layers."""
+    (x, y), *_ = BATCHES
+    for change in (put_double, lambda m: m.register_forward_hook(lambda _, __, output: 2 * output)):
+        made = trainer_for(mlp(dtype=torch.float32), cuts=[2])
+        made.step(x, y)
+        change(made.model)
+        with pytest.raises(ConfigurationError, match="stages call its layers.*on layers"):
+            made.step(x, y)
+    made = trainer_for(mlp(dtype=torch.float32), cuts=[2])
+    made.model.add_module("7", nn.Linear(4, 4))
+    with pytest.raises(ConfigurationError, match="^7 was replaced after this trainer began"):
+        made.step(x, y)
+    whole, cut = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
+    for model in (whole, cut):
+        put_double(model)
+    states = [
+        with_change(model, lambda _: None, **settings)[0]
+        for model, settings in ((whole, {"stages": 1}), (cut, {"cuts": ["2", "4"]}))
+    ]
+    assert_same_bits(states[1], states[0])
+
+
+@pytest.mark.parametrize("part", ["blocks.1.linear", "blocks.1"])
+def test_parts_that_are_replaced_are_refused(part: str) -> None:
+    made = trainer_for(Tower(), stages=3)  # type: ignore[arg-type]
+    made.step(*BATCHES[0])
+    made.model.set_submodule(part, Block() if part == "blocks.1" else nn.Linear(6, 6))
+    with pytest.raises(ConfigurationError, match=f"^{part} was replaced.*batch was not started"):
+        made.step(*BATCHES[0])
+
+
+def test_a_forward_that_is_no_method_of_the_model_is_refused() -> None:
+    model = Tower()
+    model.forward = partial(double, model)  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="replaced on the instance.*MethodType.*autocast="):
+        trainer_for(model, stages=3).step(*BATCHES[0])  # type: ignore[arg-type]
+    made = trainer_for(Tower(), stages=3)  # type: ignore[arg-type]
+    made.step(*BATCHES[0])
+    put_double(made.model)
+    with pytest.raises(ConfigurationError, match="forward was replaced after.*was cut.*autocast="):
+        made.step(*BATCHES[0])
+    whole, cut = Tower(), Tower()
+    for model in (whole, cut):
+        put_double(model)
+    states = [with_change(m, lambda _: None, stages=n)[0] for m, n in ((whole, 1), (cut, 3))]
+    assert_same_bits(states[1], states[0])
+
+
+def test_mixed_precision_put_on_a_model_is_refused_where_stages_would_leave_it() -> None:
+    """As accelerate does it."""
+    model = Tower()
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    model.forward = MethodType(autocast(type(model).forward), model)  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="forward was replaced.*autocast=torch.bfloat16"):
+        trainer_for(model, stages=3).step(*BATCHES[0])  # type: ignore[arg-type]

@@ -29,8 +29,7 @@ LATEST_S = {"training": 0.1, "evaluation": 0.06, "saving": 0.02}
 WORDS = {
     "training": r"WorkerLost: the connection to rank \d broke",
     "evaluation": r"WorkerLost: the connection to rank \d broke",
-    # While state is shared, gloo's own words are shown.
-    "saving": r"WorkerLost: |Connection (closed|reset) by peer|Broken pipe",
+    "saving": r"WorkerLost: the connection to rank \d broke|WorkerLost: rank \d has",
 }
 
 

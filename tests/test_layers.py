@@ -91,11 +91,15 @@ MOST_LINES_OF_A_FUNCTION = 60
 MOST_PRIVATES = 20
 _BUFFERS = "torch has no public name for the dict that a forward assigns buffers to"
 _VERSION = "torch has no public name for the counter of writes in place"
+_SAVED = "torch has no public name for what a loss has taken its mean over"
 _HOOKS = "a stand-in of an optimizer that shares its attributes must not share its hooks"
 PRIVATES: dict[str, str] = {
     "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
     "averaging/moments.py: like._optimizer_step_pre_hooks": _HOOKS,
     "cutting/ends.py: module._buffers": _BUFFERS,
+    "engines/shares.py: mean._saved_target": _SAVED,
+    "engines/shares.py: mean._saved_total_weight": _SAVED,
+    "engines/shares.py: node._saved_reduction": _SAVED,
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,
     "stages/network.py: tensor._version": _VERSION,

@@ -118,6 +118,14 @@ class Numbers(jobs.Tower):
         return logits
 
 
+def test_every_block_gets_the_arguments_that_the_model_gives_it() -> None:
+    torch.manual_seed(1)
+    model: Any = Numbers()
+    expected, _ = plain_loop(model, jobs.tower_batches())
+    found = trained(model, jobs.tower_batches(), Synchronous(), cuts=["blocks.1", "blocks.3"])
+    assert_same_bits(found.state_dict(), expected.state_dict())
+
+
 class Ties(jobs.Tower):
     def __init__(self) -> None:
         super().__init__()
@@ -128,9 +136,8 @@ class Ties(jobs.Tower):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Skips, "computes something else than in one piece"),
-        (Doubles, "block 1 of blocks of this Doubles is not called with what block 0 returned"),
-        (Numbers, "block 1 of blocks of this Numbers is called with other arguments than block 0"),
+        (Skips, "Skips cannot run in stages: parameter 'inlet.weight'.* is used behind the blocks"),
+        (Doubles, "what block 0 returned is not only given to the next blocks"),
         (Ties, "'inlet.weight' is also 'outlet.weight'.*tie_word_embeddings"),
     ],
 )
@@ -275,11 +282,9 @@ class Shifts(nn.Linear):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("head", "computes something else than in one piece in training"),
-        ("gate", "computes something else than in one piece in training"),
-        ("argument", "computes something else than in one piece in training"),
-        ("blocks", "block 1 of blocks of this Hides is called with other arguments than block 0"),
-        ("gradient", "'inlet.weight' of this Hides gets another gradient than in one piece"),
+        ("head", "'inlet.weight', or something made of it, is used behind the blocks"),
+        ("gate", "'inlet.weight', or something made of it, is used behind the blocks"),
+        ("gradient", "'inlet.weight', or something made of it, is used behind the blocks"),
     ],
 )
 def test_zeros_do_not_hide_what_cannot_be_cut(way: str, words: str) -> None:
@@ -293,6 +298,16 @@ def test_zeros_do_not_hide_what_cannot_be_cut(way: str, words: str) -> None:
         trainer.step(*batches[0])
     assert_same_bits(dict(model.state_dict()), dict(before))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("way", ["argument", "blocks"])
+def test_weights_that_blocks_are_called_with_are_trained(way: str) -> None:
+    model: Any = Hides(way)
+    batches = vector_batches(4, dtype=torch.float32)
+    expected, _ = plain_loop(model, batches)
+    found = trained(model, batches, Synchronous(), stages=3)
+    assert_same_bits(found.state_dict(), expected.state_dict())
+    assert found.state_dict()["shift" if way == "argument" else "shifts"].std() > 0
 
 
 class Particular(nn.Module):
@@ -582,6 +597,13 @@ class Places(Tower):
         return super().before(x) + self.places.weight[0]
 
 
+class Saves(Tower):
+    def before(self, x: Tensor) -> Tensor:
+        early = torch.utils.checkpoint.checkpoint(torch.tanh, super().before(x), use_reentrant=True)
+        assert isinstance(early, Tensor)
+        return early
+
+
 class Remakes(Tower):
     """Runs again in the backward what comes before the blocks."""
 
@@ -683,6 +705,7 @@ PECULIAR: dict[str, Any] = {
     "a buffer of the first batch": lambda: tower_with(lambda: Starts("buffer")),
     "checkpoints before the blocks": Remakes,
     "reentrant checkpoints": lambda: tower_with(Recomputes),
+    "reentrant checkpoints before the blocks": Saves,
     "a weight without its module": Places,
     "in place first": lambda: tower_with(
         lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
@@ -696,6 +719,7 @@ PECULIAR: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # what runs for nothing
 @pytest.mark.parametrize("kind", PECULIAR)
 def test_a_peculiar_model_trains_like_a_plain_loop(kind: str) -> None:
     model: Any = PECULIAR[kind]()
@@ -767,13 +791,6 @@ class Looks(Tower):
         return torch.stack([block(hidden) for block in self.blocks]).mean(0)
 
 
-class Saves(Tower):
-    def before(self, x: Tensor) -> Tensor:
-        early = torch.utils.checkpoint.checkpoint(torch.tanh, super().before(x), use_reentrant=True)
-        assert isinstance(early, Tensor)
-        return early
-
-
 class CallsTwice(Tower):
     def behind(self, hidden: Tensor) -> Tensor:
         return super().behind(hidden) + self.inlet(torch.zeros(6)).sum()  # type: ignore[no-any-return]
@@ -782,9 +799,8 @@ class CallsTwice(Tower):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Divides, r"Divides fails where it does not in one piece \(ArithmeticError: a weight of"),
-        (Looks, "blocks are not called with a floating-point tensor first"),
-        (Saves, r"before the blocks cannot be asked which weights it uses .*list of modules"),
+        (Divides, "Divides cannot run in stages: parameter 'inlet.weight'.* behind the blocks"),
+        (Looks, "used behind the blocks, where only that of the last one is known"),
         (CallsTwice, "'inlet.weight' is used before the blocks and once they have begun.*Untie"),
     ],
 )

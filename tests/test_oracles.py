@@ -179,10 +179,15 @@ def test_every_method_has_an_oracle() -> None:
     assert not missing, f"no oracle for {missing}: add a case of each to CASES in {__file__}"
 
 
+def by_class(_x: Tensor, y: Tensor) -> int:
+    """A weight that differs from part to part."""
+    return 1 + int(y.sum())
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("accumulate", "weight"), [(1, None), (2, None), (2, by_class)])
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_dgl_equals_its_oracle(stages: int, accumulate: int, optimizer: str) -> None:
+def test_dgl_equals_its_oracle(stages: int, accumulate: int, weight: Any, optimizer: str) -> None:
     network, inputs, classes = oracles.random_network(stages, stages)
     batches = oracles.random_batches(stages, 6, 6, inputs, classes, last_rows=4)
     torch.manual_seed(3)
@@ -201,8 +206,9 @@ def test_dgl_equals_its_oracle(stages: int, accumulate: int, optimizer: str) -> 
         OPTIMIZERS[optimizer],
         heads=list(heads),
         accumulate=accumulate,
+        **({} if weight is None else {"weigh": weight}),
     )
-    trainer = trained(network, batches, method, OPTIMIZERS[optimizer])
+    trainer = trained(network, batches, method, OPTIMIZERS[optimizer], weight=weight)
     for stage, weights in zip(trainer.model.children(), expected, strict=True):
         for ours, theirs in zip(stage.parameters(), weights, strict=True):
             torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-12)

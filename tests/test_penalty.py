@@ -361,6 +361,37 @@ def test_weights_that_the_loss_does_not_reach_have_it_too() -> None:
     torch.testing.assert_close(trainer.state_dict()["0.weight"], weights[-1])
 
 
+def labels(x: Tensor, y: Tensor) -> Tensor:
+    return (y != -100).sum()
+
+
+def empty_first() -> list[Batch]:
+    """Of each batch in three parts nothing of the first counts: its loss is no number."""
+    batches = [(x, y.clone()) for x, y in vector_batches(6, rows=9)]
+    for _, y in batches:
+        y[:3] = -100
+    return batches
+
+
+def test_a_part_that_counts_nothing_still_brings_it() -> None:
+    batches, model = empty_first(), mlp()
+    expected = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["adamw"](expected.parameters())
+    for x, y in batches:
+        optimizer.zero_grad()
+        decay(expected.named_parameters()).backward()
+        for part in (slice(3, 6), slice(6, 9)):
+            (cross_entropy(expected(x[part]), y[part]) * 0.5).backward()
+        optimizer.step()
+    settings: dict[str, Any] = {"cuts": [2, 4], "penalty": decay, "weight": labels}
+    for method in (GPipe(3), DSP(lag=(0, 0, 0), accumulate=3)):
+        ours = trained(model, batches, method, OPTIMIZERS["adamw"], **settings)
+        assert_same_bits(ours.state_dict(), expected.state_dict())
+    for late in (ADL(3), StaleWeights(accumulate=3), DSP(accumulate=3)):
+        state = trained(model, batches, late, OPTIMIZERS["adamw"], **settings).state_dict()
+        assert all(value.isfinite().all() for value in state.values())
+
+
 # ------------------------------------------------------------------ what is refused
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,6 +256,32 @@ def test_a_stall_names_every_stage_that_waits() -> None:
 def test_a_killed_process_ends_the_others_with_words(action: str) -> None:
     with pytest.raises(WorkerLost, match=f"rank {action[0]} ended with signal SIGKILL"):
         offbeat.launch(jobs.run_with, 3, Faults().kill(action), timeout_s=60)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("save", "state_dict", "evaluate"),
+        *(pytest.param(verb, marks=pytest.mark.long) for verb in ("drain", "ledger", "memory")),
+    ],
+)
+def test_who_died_is_known_everywhere_within_two_seconds(
+    verb: str, layout: tuple[int, int], tmp_path: Path
+) -> None:
+    """Also where those who wait share no stage with who died, and no average is due."""
+    stages, replicas = layout
+    last = stages * replicas - 1
+    with pytest.raises(WorkerLost, match=f"rank {last} ended with signal SIGKILL"):
+        offbeat.launch(
+            jobs.lose_a_process_in, last + 1, verb, tmp_path, stages, replicas, timeout_s=60
+        )
+    died_s = float((tmp_path / "died").read_text())
+    for rank in range(last):
+        heard_s, words = (tmp_path / f"heard-{rank}").read_text().split(" ", 1)
+        assert float(heard_s) - died_s < 2.0, (rank, words)
+        assert words.startswith("WorkerLost: "), (rank, words)
+        assert re.search(rf"rank {last}\b", words), (rank, words)
 
 
 def alive_under(parent: int) -> list[int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
+from jobs import counted_tokens, padded_batches, token_loss, token_net, weighted_trainer
 from offbeat import nest, transport
 from offbeat.app.build import optimizer_factory
 from offbeat.app.experiment import Experiment
@@ -47,7 +49,7 @@ from offbeat.corrections import (
 from offbeat.engines import checks, streams
 from offbeat.errors import ConfigurationError, GuardError, StageError
 from offbeat.guards import Guards
-from offbeat.methods import ADL, DSP, METHODS, Phases, PipeDream, StaleWeights, Synchronous
+from offbeat.methods import ADL, DSP, METHODS, RULES, Phases, PipeDream, StaleWeights, Synchronous
 from offbeat.optimizers import Muon
 from offbeat.records.ledger import Ledger
 from offbeat.rng import seeded
@@ -56,6 +58,7 @@ from offbeat.stages.gathered import counts_on_device
 from offbeat.stages.lanes import Lanes, NotRecordable
 from offbeat.stages.network import Network
 from offbeat.stages.recorded import Recorded
+from offbeat.stages.slots import Slot
 from offbeat.stages.stage import Stage
 from offbeat.transport.memory import Memory
 
@@ -149,9 +152,26 @@ class PretendedRecording:
         self._function = function
         self._places = nest.tensors(result)
         self._built_in = self._numbers()
+        assert lane.stage is not None
+        modules = [module for root in lane.stage.modules for module in root.modules()]
+        self._attributes = [(m, _attributes_of(m), dict(m._forward_hooks)) for m in modules]
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[None]:
+        """Python does not run again, so nothing that was changed since is seen."""
+        now = [(m, _attributes_of(m), dict(m._forward_hooks)) for m, *_ in self._attributes]
+        _put_back(self._attributes)
+        yield
+        _put_back(now)
 
     def _numbers(self) -> Any:
-        """What a real recording has built in: an update's lag, momentum, rate, and addresses."""
+        """What a real recording has built in: an update's lag, momentum, rate, and addresses; the
+        factor on a loss's gradient, unless it is read from memory.
+        """
+        slot = getattr(self._function, "__self__", None)
+        if isinstance(slot, Slot) and self._function == slot.run_backward:
+            work = slot._takeoff
+            return work.scale if work.scale_at is None else None
         stage = self._lane.stage
         assert stage is not None
         if self._function != runner_of(stage).show_and_step:
@@ -168,11 +188,24 @@ class PretendedRecording:
         stage = self._lane.stage
         assert stage is not None
         assert self._numbers() == self._built_in
-        with seeded(self._lane._seed, CPU), torch.enable_grad():
+        with seeded(self._lane._seed, CPU), torch.enable_grad(), self._as_recorded():
             result = self._function()
         for place, value in zip(self._places, nest.tensors(result), strict=True):
             place.data.copy_(value.detach())
         self._lane.replayed += 1
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _put_back(attributes: Any) -> None:
+    for module, values, hooks in attributes:
+        for name in _attributes_of(module).keys() - values.keys():
+            del vars(module)[name]
+        vars(module).update(values)
+        module._forward_hooks.clear()
+        module._forward_hooks.update(hooks)
 
 
 @pytest.fixture(autouse=True)
@@ -269,6 +302,18 @@ def test_a_penalty_is_recorded_with_the_part_that_brings_it(method: Any, setting
         assert not value.is_floating_point() or not torch.equal(value, without.state_dict()[name])
 
 
+def test_a_part_that_counts_nothing_cannot_bring_a_penalty() -> None:
+    x, y = image_batches(1, rows=9)[0]
+    y[:3] = -100
+    trainer = trainer_for(
+        cnn(), ADL(accumulate=3), cuts=[3], engine="streams",
+        penalty=lambda named: sum(p.square().sum() for _, p in named),
+        weight=lambda x, y: (y != -100).sum(),
+    )  # fmt: skip
+    with pytest.raises(StageError, match="counts nothing, and it brings the penalty.*serial"):
+        trainer.step(x, y)
+
+
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: c.name)
 def test_corrections_give_the_serial_bits(correction: Any) -> None:
     method = StaleWeights() if correction.name == "rewind" else PipeDream(accumulate=2)
@@ -349,6 +394,43 @@ def test_numbers_that_change_are_never_those_of_an_older_recording() -> None:
     assert all(not runner.recorded_update.latest for runner in runners_of(trainer))
 
 
+@pytest.mark.parametrize(
+    "method",
+    [ADL(accumulate=2), PipeDream(accumulate=4), *(DSP(accumulate=2, backward=r) for r in RULES)],
+    ids=str,
+)
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_a_part_counts_is_read_by_a_recording_not_built_in(method: Any, empty: bool) -> None:
+    """Another number with every part, from one recording; a part that counts nothing among them."""
+    batches = padded_batches(16)
+    for _, y in batches[5::3] if empty else ():
+        y.tensor_split(method.accumulate)[1][:] = -100
+    settings = {"cuts": [1, 3], "loss": token_loss, "weight": counted_tokens}
+    trainer = compare(token_net(), batches, method, **settings)
+    for runner in runners_of(trainer):
+        assert len(runner.free) == 1
+        assert replays(runner) > 20
+
+
+def test_a_checkpoint_of_streams_has_the_share_of_each_part_in_flight(tmp_path: Path) -> None:
+    batches = padded_batches(14)
+    ends = []
+    for engine in ("streams", "serial"):
+        first = weighted_trainer(ADL(2), cuts=[1, 3], engine="streams")
+        for x, y in batches[:7]:
+            first.step(x, y)
+        first.save(tmp_path / engine, wait=True)
+        second = weighted_trainer(ADL(2), cuts=[1, 3], engine=engine)
+        second.resume(tmp_path / engine)
+        for trainer in (first, second):
+            for x, y in batches[7:]:
+                trainer.step(x, y)
+            trainer.flush()
+            ends.append(trainer.state_dict())
+    for end in ends[1:]:
+        assert_same_bits(end, ends[0])
+
+
 def test_dropout_draws_the_serial_numbers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -359,6 +441,83 @@ def test_dropout_draws_the_serial_numbers() -> None:
         compare(model, vector_batches(20), method, cuts=[3, 6], seed=5)
 
 
+def double(layer: Any, x: Tensor) -> Tensor:
+    result: Tensor = 2 * type(layer).forward(layer, x)
+    return result
+
+
+CHANGED: dict[str, Any] = {
+    "a number": lambda layer: setattr(layer, "scale", 0.5),
+    "a number of the settings": lambda layer: layer.settings.update(power=2),
+    "a branch": lambda layer: setattr(layer, "sharp", True),
+    "a forward": lambda layer: setattr(layer, "forward", MethodType(double, layer)),
+    "a drop rate": lambda layer: setattr(layer.drop, "p", 0.5),
+    "a mode": lambda layer: layer.drop.eval(),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.1)
+        self.scale, self.sharp, self.settings = 1.0, False, {"power": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.linear(x)) ** self.settings["power"] * self.scale
+        return torch.relu(hidden) if self.sharp else hidden
+
+
+@pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_script_changes_is_recorded_anew(name: str, rule: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(3)), nn.Linear(6, 4)).double()
+    results = []
+    for engine in ENGINES:
+        method = StaleWeights(backward=rule)
+        trainer = trainer_for(model, method, cuts=[1, 2, 3], engine=engine, seed=2)
+        for number, (x, y) in enumerate(vector_batches(26)):
+            if number == 13:
+                if engine == "streams":
+                    before = [replays(runner) for runner in runners_of(trainer)]
+                CHANGED[name](trainer.model.get_submodule("1"))
+            trainer.step(x, y)
+        trainer.flush()
+        results.append((trainer.state_dict(), trainer.ledger.losses(3)))
+    assert results[1][1] == results[0][1]
+    assert_same_bits(results[1][0], results[0][0])
+    for runner, earlier in zip(runners_of(trainer), before, strict=True):
+        assert earlier > 5 and replays(runner) > earlier + 5
+
+
+def run(trainer: offbeat.Trainer, steps: int) -> None:
+    for x, y in vector_batches(steps):
+        trainer.step(x, y)
+
+
+def test_hooks_and_attributes_that_a_forward_changes_are_no_business_of_recordings() -> None:
+    seen = []
+
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Counts(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)).double()
+    trainer = trainer_for(model, PipeDream(), cuts=[1, 2], engine="streams")
+    counts, layer, _ = trainer.model.children()
+    for words in ("stage 0 .*attribute 0.calls", "stage 1 .*the hook .*lambda.* on '1'"):
+        with pytest.warns(UserWarning, match=words):
+            run(trainer, 8)
+        hook = layer.register_forward_hook(lambda _, __, output: seen.append(output))
+    hook.remove()
+    assert len(seen) == 8
+    assert counts.calls == 16
+
+
 def test_draws_of_python_are_never_those_of_a_recording() -> None:
     class Draws(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -366,7 +525,9 @@ def test_draws_of_python_are_never_those_of_a_recording() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(Draws(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-    with pytest.warns(UserWarning, match="stage 0 runs unrecorded.*Python or NumPy.*on the GPU"):
+    with pytest.warns(
+        UserWarning, match="stage 0 runs unrecorded.*Python or NumPy.*only the CPU does"
+    ):
         compare(model, vector_batches(12), StaleWeights(), cuts=[1, 2])
 
 

@@ -20,6 +20,7 @@ from offbeat.engines.choice import EngineName, start_engine
 from offbeat.engines.evaluation import Evaluation
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
+from offbeat.engines.shares import Count
 from offbeat.engines.status import Status
 from offbeat.errors import unknown
 from offbeat.faults import Faults
@@ -52,7 +53,10 @@ class Trainer(Status):
 
     ``model``      an ``nn.Sequential`` or a model with a ``ModuleList`` of blocks, to be cut, or a
                    list of modules: the stages as given.
-    ``loss``       ``loss(output, target)``, one number, a mean over rows.
+    ``loss``       ``loss(output, target)``, one number, a mean over rows or what ``weight`` counts.
+    ``weight``     what a part of a batch counts: ``weight(x, y)`` is a number, such as the tokens
+                   that the loss is a mean over. None: rows, or where ``x["labels"]`` makes the
+                   model compute its own loss, the labels other than -100; "rows": always rows.
     ``optimizer``  called once per stage with its parameters; may return several optimizers. "auto"
                    calls it once more before, to see what it makes.
     ``method``     an object from :mod:`offbeat.methods`, or its name; "auto" takes the least lag
@@ -110,6 +114,7 @@ class Trainer(Status):
         averaging: Averaging | str | None = None,
         scheduler: SchedulerFactory | None = None,
         clip: float | None = None,
+        weight: Count | Literal["rows"] | None = None,
         seed: int | None = None,
         autocast: torch.dtype | None = None,
         guards: Guards | None = None,
@@ -130,6 +135,7 @@ class Trainer(Status):
             course=course,
             loss=checks.checked_loss(loss),
             penalty=checks.checked_penalty(penalty),
+            weight=checks.checked_weight(weight, cut.model),
             optimizer=optimizer,
             scheduler=scheduler,
             clip=checks.checked_clip(clip),

@@ -19,6 +19,7 @@ Every file is whole: one that cannot be written leaves what was there, and says 
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 from offbeat.errors import ConfigurationError, StorageError
 from offbeat.records import disk
 from offbeat.records.ledger import Ledger
+from offbeat.records.lock import Lock, this_process
 from offbeat.records.readings import Readings
 
 CONFIG, METRICS, LEDGER = "config.json", "metrics.jsonl", "ledger.jsonl"
@@ -72,6 +74,29 @@ class Run:
         return Readings.load(path) if path.exists() else None
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The folder belongs to this process: another that would write a run there is refused."""
+    lock = Lock(folder)
+    try:
+        lock.take([this_process()])
+    except StorageError as error:
+        raise ConfigurationError(f"{error}") from None
+    except OSError as error:
+        raise _no_place(folder, error) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _no_place(folder: Path, error: OSError) -> ConfigurationError:
+    words = disk.in_words(error)
+    return ConfigurationError(
+        f"{folder} cannot be written to: {words}. Give another folder (--out)."
+    )
+
+
 class RunWriter:
     """Writes a run as it happens; every line is on disk before the next is made."""
 
@@ -105,9 +130,7 @@ class RunWriter:
         except StorageError:
             raise
         except OSError as error:
-            raise ConfigurationError(
-                f"{folder} cannot be written to: {error.strerror}. Give another folder (--out)."
-            ) from None
+            raise _no_place(folder, error) from None
 
     def add(self, kind: str, **values: Any) -> None:
         self._metrics.add(f"{json.dumps({'kind': kind, **values})}\n".encode())

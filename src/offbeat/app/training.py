@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -18,7 +18,7 @@ from offbeat.app.build import build, check_batches, data_of, device_of
 from offbeat.app.experiment import Experiment
 from offbeat.app.progress import Progress, Recorder, Saver, Watcher
 from offbeat.app.results import describe_run, summarize_run
-from offbeat.app.runs import CHECKPOINTS, LEDGER, READINGS, RunWriter
+from offbeat.app.runs import CHECKPOINTS, LEDGER, READINGS, RunWriter, held
 from offbeat.checkpoints import save_weights
 from offbeat.errors import StorageError
 from offbeat.methods.auto import show_on
@@ -42,8 +42,8 @@ def run_experiment(
     resume: bool = False,
 ) -> dict[str, Any]:
     """Trains, stores all in ``folder``, returns the summary; ``resume``: from its checkpoint."""
-    with _Interrupts() as interrupts:
-        return _run(experiment, folder, watchers, resume, interrupts)
+    with _Interrupts() as interrupts, ExitStack() as until_the_end:
+        return _run(experiment, folder, watchers, resume, interrupts, until_the_end)
 
 
 def _run(
@@ -52,6 +52,7 @@ def _run(
     watchers: Callable[[], list[Watcher]],
     resume: bool,
     interrupts: "_Interrupts",
+    until_the_end: ExitStack,
 ) -> dict[str, Any]:
     data = data_of(experiment)
     loader = data.loader(
@@ -66,6 +67,8 @@ def _run(
     check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
     shown = watchers() if trainer.rank == 0 else []
+    if trainer.rank == 0:
+        until_the_end.enter_context(held(folder))
     saved = trainer.resume(folder / CHECKPOINTS).data if resume else None
     writer = None
     if trainer.rank == 0:

@@ -71,6 +71,10 @@ class Averaging(ABC):
     def plan(self) -> "Plan | None":
         """The rule in the engine's terms; None where only gradients are averaged."""
 
+    def averages_gradients(self, update: int) -> bool:
+        """Whether this update applies the mean of all replicas' gradients."""
+        return self.plan() is None or update < self.warmup
+
 
 @dataclass(frozen=True)
 class Periodic(Averaging):

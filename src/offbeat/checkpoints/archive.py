@@ -4,6 +4,7 @@ import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from offbeat.checkpoints.folder import (
 from offbeat.checkpoints.writer import Order, Writer
 from offbeat.engines.board import LOST
 from offbeat.engines.pipeline import Pipeline
-from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.errors import CheckpointError, ConfigurationError, StorageError
 from offbeat.methods.base import require_count
+from offbeat.records import lock
+from offbeat.records.lock import Lock, key_of, state_of, this_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,10 @@ class Archive:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self._engine = pipeline, pipeline.engine
         self._writer = Writer(pipeline.engine)
-        self._folders: set[Path] = set()
-        """Folders that belong to this run: it has saved there, or looked there before it began."""
+        self._locks: dict[Path, Lock] = {}
+        """Of the folders in which this run has saved."""
+        self._known: dict[Path, set[str]] = {}
+        """Stamps of the checkpoints that this run has written, or seen when it resumed."""
 
     def save(self, folder: Path, *, drain: bool, keep: int, wait: bool, data: Any) -> Path:
         pipeline = self._pipeline
@@ -66,9 +71,8 @@ class Archive:
                 f"a replica came back at step {self._engine.joined_at} of this run, and it"
                 " knows nothing of the run's checkpoints. Keep the weights with state_dict()."
             )
-        if folder not in self._folders:
-            refuse_strange(folder)
-            self._folders.add(folder)
+        if folder not in self._locks:
+            self._locks[folder] = self._take(folder)
         if drain:
             pipeline.drain()
         # The last write first: two snapshots at once would double what is held in memory.
@@ -93,10 +97,36 @@ class Archive:
             **facts_of(pipeline),
             "model": describe_model(pipeline.cut.model),
         }
-        self._writer.start(Order(folder, step, keep, files, ranks, manifest))
+        ours = self._locks[folder], self._known.setdefault(folder, set())
+        self._writer.start(Order(folder, step, keep, files, ranks, manifest, *ours))
         if wait:
             self.wait()
         return place_of(folder, step)
+
+    def _take(self, folder: Path) -> Lock:
+        """Holds a folder for all processes of this run; together they see all hosts it is on."""
+        held = lock.holder(folder) or {}
+        processes = held.get("processes", ())
+        dead = [key_of(process) for process in processes if state_of(process) == "dead"]
+        told = self._pipeline.meet("lock", [this_process(), dead])
+        there = {rank: each for rank, each in enumerate(told) if each is not LOST}
+        taken, answer = Lock(folder), None
+        if self._engine.rank == min(there):
+            own, theirs = zip(*there.values(), strict=True)
+            try:
+                taken.take(own, {*chain(*theirs)})
+                answer = taken.claim
+                refuse_strange(folder, self._known.get(folder))
+            except (CheckpointError, StorageError) as error:
+                answer = {"problem": str(error)}
+                taken.release()
+            except OSError:  # which the writer will tell: training goes on
+                answer = taken.claim
+        answer = self._pipeline.meet("locked", answer)[min(there)]
+        if "problem" in answer:
+            raise CheckpointError(answer["problem"])
+        taken.claim = answer
+        return taken
 
     def wait(self) -> None:
         """Until everything is on disk; raises if the last checkpoint could not be written."""
@@ -107,7 +137,7 @@ class Archive:
         folder = folder.absolute()
         self.wait()
         found, skipped = self._choose(folder)
-        self._folders.add(folder)
+        self._locks.pop(folder, None)
         for words in skipped:
             if engine.rank == 0:
                 warnings.warn(words, stacklevel=3)
@@ -130,6 +160,7 @@ class Archive:
         """The newest checkpoint that every process can use, and why newer ones were passed over."""
         refuse_misplaced(folder)
         found = candidates(folder)
+        self._known[folder] = {each.stamp for each in found}
         rank_here = self._engine.rank
         steps = [each.step for each in found]
         for rank, others in enumerate(self._pipeline.meet("checkpoints", steps)):

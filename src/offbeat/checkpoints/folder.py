@@ -1,6 +1,7 @@
 """Checkpoints on disk.
 
     checkpoints/
+        .lock                                   whose folder this is, while a run saves here
         step-000050/
             manifest.json                       what it is, and size and digest of every file
             replica-0-stage-0.safetensors       one file per stage
@@ -15,7 +16,9 @@ manifest is no checkpoint.
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +62,29 @@ class Found:
     step: int
     manifest: dict[str, Any]
     """Empty where it cannot be used."""
+    stamp: str
+    """Tells it from every other, of another run or step."""
     trouble: str | None = None
     """Why it cannot."""
 
     @classmethod
     def at(cls, path: Path, step: int) -> "Found":
         if path.is_symlink():
-            return cls(path, step, {}, "it is a link, and links in here are not followed")
+            words = "it is a link, and links in here are not followed"
+            return cls(path, step, {}, path.name, words)
+        stamp = path.name
         try:
-            manifest, has_digest = disk.unsealed(disk.read(path / MANIFEST))
+            content = disk.read(path / MANIFEST)
+            stamp = sha256(content).hexdigest()
+            manifest, has_digest = disk.unsealed(content)
         except OSError as error:
-            return cls(path, step, {}, f"{MANIFEST} cannot be read ({disk.in_words(error)})")
+            return cls(path, step, {}, stamp, f"{MANIFEST} cannot be read ({disk.in_words(error)})")
         except json.JSONDecodeError:
-            return cls(path, step, {}, f"{MANIFEST} cannot be read: it is no JSON")
+            return cls(path, step, {}, stamp, f"{MANIFEST} cannot be read: it is no JSON")
         except (ValueError, RecursionError) as error:
-            return cls(path, step, {}, f"{MANIFEST} cannot be used: {error}")
+            return cls(path, step, {}, stamp, f"{MANIFEST} cannot be used: {error}")
         trouble = _trouble_of(manifest, has_digest)
-        return cls(path, step, {} if trouble else manifest, trouble)
+        return cls(path, step, {} if trouble else manifest, stamp, trouble)
 
     def problem(self, names: list[str]) -> str | None:
         """Why these files of the checkpoint cannot be used, if they cannot."""
@@ -137,31 +146,40 @@ def name_of(path: Path) -> str | None:
     return place_of(path, manifest["step"]).name if "kind" in manifest else None
 
 
-def publish(folder: Path, step: int, manifest: dict[str, Any], keep: int) -> None:
-    """Makes a checkpoint of the files written aside, then deletes what is not needed any more."""
+def publish(
+    folder: Path, step: int, manifest: dict[str, Any], keep: int, known: Collection[str]
+) -> str:
+    """Makes a checkpoint of the files written aside, then deletes what is not needed any more.
+
+    ``known``: stamps of what may be deleted. Returns that of the new one.
+    """
     aside, place = partial_of(folder, step), place_of(folder, step)
     for stranger in set(os.listdir(aside)) - set(manifest["files"]):
         disk.remove(aside / stranger)  # of an earlier attempt that was killed
-    disk.write(aside / MANIFEST, disk.sealed(manifest))
+    content = disk.sealed(manifest)
+    disk.write(aside / MANIFEST, content)
     # One of the same step is replaced: it is damaged, or the run has changed since without a step.
     if os.path.lexists(place):
         _delete(replaced_of(folder, step))  # or nothing could take its name
         place.rename(replaced_of(folder, step))
     aside.rename(place)
     disk.settle(folder)
-    _tidy(folder, step, keep)
+    stamp = sha256(content.encode()).hexdigest()
+    _tidy(folder, step, keep, {*known, stamp})
+    return stamp
 
 
-def _tidy(folder: Path, newest: int, keep: int) -> None:
+def _tidy(folder: Path, newest: int, keep: int, known: Collection[str]) -> None:
     """Deletes all but the newest ``keep``, and what crashes have left behind."""
-    found = candidates(folder)
+    everything = candidates(folder)
+    found = [each for each in everything if each.stamp in known]
     # What is newer than the step just saved was passed over when the run was taken up again.
     superseded = [each for each in found if each.step > newest]
     kept = [each for each in found if each.step <= newest][:keep]
     for each in found:
         if each in superseded or each not in kept:
             _delete(each.path)
-    for path in set(folder.iterdir()) - {each.path for each in kept}:
+    for path in set(folder.iterdir()) - {each.path for each in everything}:
         left = path.name.startswith(".step-") and path.name.endswith(".partial")
         if left or (_NAME.fullmatch(path.name) and not (path / MANIFEST).exists()):
             disk.remove(path)
@@ -173,14 +191,21 @@ def _delete(path: Path) -> None:
     disk.remove(path)
 
 
-def refuse_strange(folder: Path) -> None:
-    """A run that did not begin here must not overwrite, nor delete, what lies here."""
-    found = candidates(folder)
+def refuse_strange(folder: Path, known: Collection[str] | None) -> None:
+    """A run that did not begin here must not overwrite, nor delete, what lies here.
+
+    ``known``: stamps of what was here when it looked; None where it did not.
+    """
+    found = [each for each in candidates(folder) if each.stamp not in (known or ())]
     if found:
+        why = (
+            "did not resume from them. Call resume() before the first step"
+            if known is None
+            else "did not see them when it looked: another has saved here since. Start it again"
+        )
         raise CheckpointError(
             f"{folder} already holds checkpoints, the newest of step {found[0].step}, and this run"
-            " did not resume from them. Call resume() before the first step, or give another"
-            " folder."
+            f" {why}, or give another folder."
         )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from offbeat.checkpoints import tensorfile, weights
 from offbeat.checkpoints.folder import MODEL, candidates, partial_of, publish
 from offbeat.engines.base import Engine, Notes
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, StorageError
 from offbeat.records import disk
+from offbeat.records.lock import Lock
 
 _NICENESS = 10
 """A tenth of a busy core. With the lowest priority, 19, a checkpoint of several hundred megabytes
@@ -35,6 +37,9 @@ class Order:
     ranks: Sequence[int]
     """Who writes a part of it; the first puts it together."""
     manifest: dict[str, Any]
+    lock: Lock
+    known: set[str]
+    """Stamps of the checkpoints that this run may delete; that of this one is added."""
 
 
 class Writer:
@@ -96,6 +101,8 @@ class Writer:
                 note = {"problem": f"rank {first} did not say that all is written"}
             elif "problem" in note:
                 self._make_room(order)
+            else:
+                order.known.add(note["stamp"])
         except RuntimeError as error:  # the store has gone, and with it everybody else
             note = {"problem": str(error).splitlines()[0]}
         if "problem" in note:
@@ -103,6 +110,7 @@ class Writer:
 
     def _write_own(self, order: Order) -> dict[str, Any]:
         aside = partial_of(order.folder, order.step)
+        order.lock.check()
         disk.make_folder(aside)
         return {"files": {name: _write_file(aside / name, v) for name, v in order.files.items()}}
 
@@ -112,7 +120,8 @@ class Writer:
             return trouble
         files = {name: entry for note in notes for name, entry in note["files"].items()}
         manifest = {**order.manifest, "files": files}
-        return _try(lambda: publish(order.folder, order.step, manifest, order.keep))
+        published = partial(publish, order.folder, order.step, manifest, order.keep, order.known)
+        return _try(lambda: {"stamp": published()})
 
     def _make_room(self, order: Order) -> None:
         aside = partial_of(order.folder, order.step)
@@ -140,11 +149,11 @@ def _write_file(path: Path, value: Any) -> dict[str, Any]:
 def _try(action: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     try:
         return action() or {}
+    except (CheckpointError, StorageError) as error:
+        return {"problem": str(error), "lasts": True}
     except OSError as error:
         words, where = disk.in_words(error), error.filename
         return {"problem": words if where is None else f"{words} ({where})"}
-    except CheckpointError as error:
-        return {"problem": str(error), "lasts": True}
     except Exception as error:  # of anything else nobody would hear: this is a thread
         return {"problem": f"{type(error).__name__}: {error}", "lasts": True}
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from offbeat import nest
 from offbeat.cutting.sharing import Sharing
-from offbeat.errors import ConfigurationError, OffbeatError
+from offbeat.errors import ConfigurationError, OffbeatError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.trial import Whole, leave_untouched, outputs_of, same_values, switch_mode
 
@@ -41,12 +41,30 @@ def _refuse_other_outputs(
         with switch_mode(model, training=training):
             whole = outputs_of([Whole(model)], batch)[-1]
             with explain_failure(model, name):
-                cut = outputs_of(stages, batch)[-1]
+                cut = _output_of(model, stages, batch)
         if not same_values(cut, whole):
             raise ConfigurationError(
                 f"cut at {name}, this {type(model).__name__} computes something else than in one"
-                f" piece {'in training' if training else 'in evaluation'}: {_UNSEEN}"
+                f" piece {'in training' if training else 'in evaluation'}."
+                f" {_reason(model, _UNSEEN)}"
             )
+
+
+def _output_of(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> Nest:
+    """What the last stage returns when each has its own weights alone, as in processes."""
+    value = nest.replace(batch, lambda t: t.clone())
+    with leave_untouched(stages):
+        for stage in stages:
+            own = {id(parameter) for parameter in stage.parameters()}
+            others = [(p, p.data) for p in model.parameters() if id(p) not in own]
+            try:
+                for parameter, values in others:
+                    parameter.data = values.new_zeros(()).expand(values.shape)
+                value = nest.replace(stage(value), lambda t: t.clone())  # it may hand on a weight
+            finally:
+                for parameter, values in others:
+                    parameter.data = values
+    return value
 
 
 def _refuse_other_gradients(
@@ -64,7 +82,7 @@ def _refuse_other_gradients(
     if other is not None:
         raise ConfigurationError(
             f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"
-            f" gradient than in one piece: {_UNSEEN}"
+            f" gradient than in one piece. {_UNSEEN}"
         )
 
 
@@ -73,18 +91,33 @@ def explain_failure(model: nn.Module, name: str) -> Iterator[None]:
     """Gives words to whatever the pieces of a model raise and the whole does not."""
     try:
         yield
+    except StageError as error:
+        raise ConfigurationError(
+            f"cut at {name}, this {type(model).__name__} cannot run in stages: {error}"
+        ) from error
     except OffbeatError:
         raise
     except Exception as error:
         raise ConfigurationError(
             f"cut at {name}, this {type(model).__name__} fails where it does not in one piece"
-            f" ({type(error).__name__}: {error}). Pass a list of modules, one per stage."
+            f" ({type(error).__name__}: {error})."
+            f" {_reason(model, _REMEDY)}"
         ) from error
 
 
+def _reason(model: nn.Module, otherwise: str) -> str:
+    if "forward" not in vars(model):
+        return otherwise
+    return (
+        "Its forward was replaced on the instance, and what that sets around its parts, such as"
+        " mixed precision, does not reach other stages. Give the model as it was before, and"
+        " Trainer(autocast=torch.bfloat16) for mixed precision."
+    )
+
+
+_REMEDY = "Pass a list of modules, one per stage."
 _UNSEEN = (
-    "a later part uses something of an earlier one that cannot be seen from outside. Pass a list of"
-    " modules, one per stage."
+    f"A later part uses something of an earlier one that cannot be seen from outside. {_REMEDY}"
 )
 
 

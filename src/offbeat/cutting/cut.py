@@ -13,6 +13,7 @@ from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
+from offbeat.stages.attributes import Change
 
 Model = nn.Module | Sequence[nn.Module]
 Cuts = Sequence[int] | Sequence[str]
@@ -105,6 +106,9 @@ class Cut(ABC):
         places = [place[id(p)] for m in self.modules for p in m.parameters() if p.requires_grad]
         order = sorted(range(len(places)), key=places.__getitem__)
         return None if order == list(range(len(places))) else order
+
+    def follow(self, changes: Sequence[Change]) -> None:  # noqa: B027
+        """Lets the stages follow what a script has changed of the model, or refuses it."""
 
     # A way whose stages take one shape, or whose parts do not run alone, overrides these.
 

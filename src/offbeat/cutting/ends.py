@@ -1,10 +1,9 @@
 """Which end of a model with a list of blocks uses what: before the blocks, or from there on.
 
-One forward in training shows it. A model whose blocks do not hand each other a hidden state, and
-nothing else, is refused.
+One forward in training shows it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat import nest
 from offbeat.cutting.sharing import Sharing
@@ -27,7 +28,7 @@ class Ends:
     path: str
     """Of the list of blocks."""
     early_weights: set[int] = field(default_factory=set)
-    """What the hidden state at the first block depends on."""
+    """What the blocks are called with depends on."""
     early_modules: set[int] = field(default_factory=set)
     """Those that have run to their end before the first block."""
     early_buffers: set[int] = field(default_factory=set)
@@ -35,6 +36,8 @@ class Ends:
 
     They are called before the first block, unless a module writes its buffers at the other end.
     """
+    outputs: list[Nest] = field(default_factory=list)
+    """What each block returns, empty tensors in the place of its own."""
     constants: set[tuple[int, str]] = field(default_factory=set)
     """Buffers that no end writes, so that both may have the model's."""
 
@@ -44,64 +47,76 @@ def find_ends(model: nn.Module, path: str, x: Nest) -> Ends:
     buffers = _BufferWatch(model, path)
     with torch.no_grad(), switch_mode(model, training=True):
         call(model, x)  # what only a first forward writes, a cache of constants, any end may write
-    buffers.enter("before")
-    watch = _Watch(model, path, buffers)
-    with torch.enable_grad(), _train_all(model), switch_mode(model, training=True):
-        with watch.attached(), buffers.attached():
-            call(model, x)
-        watch.ends.early_weights = _weights_behind(watch.hidden, list(model.parameters()))
-    watch.sharing().refuse_tied_ends()
-    watch.check_chain()
+        buffers.enter("before")
+        watch = _Watch(model, path, buffers)
+        with watch.attached(), buffers.attached(), watch.uses:
+            watch.output = call(model, x)
+    watch.divide().refuse_tied_ends()
     buffers.divide(watch.ends)
     return watch.ends
 
 
-def hidden_of(output: Any) -> Any:
-    """The hidden state in what a block returns."""
-    return output[0] if isinstance(output, tuple) else output
+class _Uses(TorchDispatchMode):
+    """Which parameters are used, and which of them whatever is computed depends on."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used: set[int] = set()
+        """By what ran while this was on."""
+        self.on = True
+        self._own: dict[int, set[int]] = {}
+        """The parameters in a storage."""
+        self._origins: dict[int, tuple[StorageWeakRef, set[int]]] = {}
+        for parameter in parameters:
+            self._add(parameter, {id(parameter)})
+        self._own = {storage: ids.copy() for storage, (_, ids) in self._origins.items()}
+
+    def _add(self, values: Nest, origins: set[int]) -> None:
+        for storage in _storages_of(values):  # held weakly, so that no other gets its number
+            self._origins.setdefault(storage.cdata, (storage, set()))[1].update(origins)
+
+    def behind(self, values: Nest) -> set[int]:
+        """The parameters that these values depend on, by id."""
+        found = [self._origins.get(storage.cdata) for storage in _storages_of(values)]
+        return {origin for entry in found if entry is not None for origin in entry[1]}
+
+    def forget(self, values: Nest) -> None:
+        """Takes values as given from here on."""
+        for storage in _storages_of(values):
+            self._origins.pop(storage.cdata, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.on:
+            for storage in _storages_of([args, kwargs]):
+                self.used |= self._own.get(storage.cdata, set())
+            self._add(result, self.behind([args, kwargs]))
+        return result
 
 
-def _weights_behind(hidden: Tensor | None, parameters: Sequence[nn.Parameter]) -> set[int]:
-    """The parameters, by id, that the hidden state at the first block depends on."""
-    if hidden is None or not hidden.requires_grad:
-        return set()
-    try:
-        gradients = torch.autograd.grad(hidden.sum(), parameters, allow_unused=True)
-    except RuntimeError as error:  # reentrant checkpoints
-        raise ConfigurationError(
-            "what runs before the blocks cannot be asked which weights it uses"
-            f" ({str(error).partition('.')[0]}). Leave checkpointing to the blocks, or pass a list"
-            " of modules, one per stage."
-        ) from error
-    return {id(p) for p, g in zip(parameters, gradients, strict=True) if g is not None}
-
-
-@contextmanager
-def _train_all(model: nn.Module) -> Iterator[None]:
-    """Lets frozen parameters have gradients, too."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    for parameter in frozen:
-        parameter.requires_grad_()
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+def _storages_of(values: Nest) -> list[StorageWeakRef]:
+    strided = [tensor for tensor in nest.tensors(values) if tensor.layout is torch.strided]
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in strided]
 
 
 class _Watch:
-    """What one forward calls before the blocks and later, and how it calls the blocks."""
+    """What one forward uses before the blocks and later, and what the blocks return."""
 
     def __init__(self, model: nn.Module, path: str, buffers: "_BufferWatch") -> None:
-        self.hidden: Tensor | None = None
-        """What the first block is called with."""
+        self.uses = _Uses(model.parameters())
+        self.output: Nest = None
+        """Of the model."""
+        self.ends = Ends(path)
         self._model, self._buffers = model, buffers
         self._blocks = list(model.get_submodule(path).children())
-        self.ends = Ends(path)
-        self._late_modules: set[int] = set()
-        """Called once the first block has been."""
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._outputs: list[Any] = []
+        self._begun = 0
+        """How many times a block has been called."""
+        self._called: set[int] = set()
+        """Modules."""
+        self._given: set[int] = set()
+        """Parameters that what the blocks are called with depends on."""
+        self._early: set[int] = set()
+        """Parameters used before the last block has ended."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -116,71 +131,59 @@ class _Watch:
             for hook in hooks:
                 hook.remove()
 
-    def _begin(self, _: nn.Module, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        self._calls.append((arguments, settings))
-        if len(self._calls) > 1:
-            return None
-        self._buffers.enter("between")
-        state = arguments[0] if arguments else None
-        if not isinstance(state, Tensor) or not (state.is_floating_point() or state.is_complex()):
-            raise ConfigurationError(
-                f"the blocks of {self.ends.path} are not called with a floating-point tensor"
-                " first, so the hidden state is not known. Pass a list of modules, one per stage."
-            )
-        self.hidden = state
-        # From here on only the suffix can reach a parameter through the hidden state.
-        # A copy, and no leaf: a block may begin by writing in place.
-        return (state.detach().requires_grad_().clone(), *arguments[1:]), settings
+    def _begin(self, _: nn.Module, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+        if not self._begun:
+            self._buffers.enter("between")
+        self._begun += 1
+        self._given |= self.uses.behind([arguments, settings])
+        self.uses.forget([arguments, settings])
+        self.uses.on = False  # what a block does is its own affair
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._outputs.append(output)
-        if len(self._outputs) == len(self._blocks):
+        self.uses.on = True
+        self.ends.outputs.append(nest.replace(output, lambda _: torch.empty(0)))
+        if len(self.ends.outputs) == len(self._blocks):
             self._buffers.enter("behind")
+            self._early, self.uses.used = self.uses.used, set()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        (self._late_modules if self._calls else self.ends.early_buffers).add(id(module))
+        self._called.add(id(module))
+        if not self._begun:
+            self.ends.early_buffers.add(id(module))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if not self._calls:
+        if not self._begun:
             self.ends.early_modules.add(id(module))
 
-    def sharing(self) -> Sharing:
-        """Who uses the early weights: 0, what comes before the blocks, and 1, what comes later."""
+    def divide(self) -> Sharing:
+        """Says which weights and modules are early; who uses these weights: 0, early, 1, later.
+
+        What this batch does not use lies before the blocks or behind them as it is registered.
+        """
+        if self._begun != len(self._blocks):
+            raise ConfigurationError(
+                f"the {len(self._blocks)} blocks of {self.ends.path} of this"
+                f" {type(self._model).__name__} were called {self._begun} times in one forward:"
+                " each must run once. Pass a list of modules, one per stage."
+            )
+        late = self.uses.used | self.uses.behind(self.output)
+        early = self._given | (self._early - late)
+        blocks = self._model.get_submodule(self.ends.path)
+        for module in self._model.modules():
+            if module is blocks:
+                break
+            early |= {id(p) for p in module.parameters(recurse=False) if id(p) not in late}
+            if id(module) not in self._called and blocks not in module.modules():
+                self.ends.early_modules.add(id(module))
+                self.ends.early_buffers.add(id(module))
+        self.ends.early_weights = early
         sharing = Sharing(self._model)
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if id(parameter) in self.ends.early_weights:
+            if id(parameter) in early:
                 sharing.note(parameter, 0, name)
-                if id(self._model.get_submodule(name.rpartition(".")[0])) in self._late_modules:
+                if id(parameter) in late:
                     sharing.note(parameter, 1, name)
         return sharing
-
-    def check_chain(self) -> None:
-        """Refuses blocks that do not take what the one before returned, and else the same."""
-        name = f"{self.ends.path} of this {type(self._model).__name__}"
-        advice = "Pass a list of modules, one per stage."
-        if len(self._calls) != len(self._blocks):
-            raise ConfigurationError(
-                f"the {len(self._blocks)} blocks of {name} were called {len(self._calls)} times in"
-                f" one forward: each must run once. {advice}"
-            )
-        (_, *rest), settings = self._calls[0]
-        for number, ((hidden, *others), named) in enumerate(self._calls[1:], 1):
-            if hidden is not hidden_of(self._outputs[number - 1]):
-                raise ConfigurationError(
-                    f"block {number} of {name} is not called with what block {number - 1} returned:"
-                    f" something happens in between. {advice}"
-                )
-            if not _same(others, rest) or not _same(named, settings):
-                raise ConfigurationError(
-                    f"block {number} of {name} is called with other arguments than block 0: only"
-                    f" the hidden state may differ. {advice}"
-                )
-
-
-def _same(one: Nest, other: Nest) -> bool:
-    """Whether two nests are alike in their tensors and in everything else."""
-    rest, others = (nest.replace(part, lambda _: ...) for part in (one, other))
-    return same_values(one, other) and bool(rest == others)
 
 
 class _BufferWatch:

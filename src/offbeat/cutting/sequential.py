@@ -13,6 +13,7 @@ from offbeat.cutting.cut import Balance, Cut, Wish, check_places
 from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.nest import Nest
+from offbeat.stages.attributes import HOOKS, Change
 
 
 class SequentialCut(Cut):
@@ -20,7 +21,8 @@ class SequentialCut(Cut):
     def plan(cls, wish: Wish) -> "SequentialCut | None":
         model = wish.model
         # A subclass with a forward of its own is no chain of its children.
-        if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        chain = getattr(type(model), "forward", None) is nn.Sequential.forward
+        if not chain or not isinstance(model, nn.Sequential) or "forward" in vars(model):
             if wish.ppv is not None:
                 raise ConfigurationError(
                     f"ppv counts the layers of an nn.Sequential, and this is a"
@@ -55,6 +57,16 @@ class SequentialCut(Cut):
 
     def make(self, batch: Nest, balance: Balance) -> "SequentialCut":
         return self.at(balance(list(_layers_of(self.model).values()), batch, self.stages))
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.module is self.model and (change.name == "forward" or change.part in HOOKS):
+                what = "forward" if change.name == "forward" else "a hook"
+                raise ConfigurationError(
+                    f"{what} was put on the {type(self.model).__name__} itself after this trainer"
+                    " began: stages call its layers, not it. Put it on layers, or build a new"
+                    " Trainer. The batch was not started."
+                )
 
     def at(self, places: Sequence[int]) -> "SequentialCut":
         """The same cut with its stages, of which the later ones begin at these children."""

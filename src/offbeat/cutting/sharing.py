@@ -67,7 +67,7 @@ class Sharing:
     def refuse_tied_ends(self) -> None:
         """Refuses parameters used by both ends of a model: 0 is before the blocks, 1 later."""
         for _, _, uses in self.common():
-            first, later = uses[0][0], uses[1][0]
+            first, later = uses[0][0], uses[1][-1]
             again = "is used before the blocks and once they have begun"
             if first != later:
                 again = f"is also {later!r}, which is used once the blocks have begun"

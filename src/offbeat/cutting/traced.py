@@ -24,6 +24,7 @@ from offbeat.cutting.cut import Balance, Cut, Wish
 from offbeat.cutting.sharing import Sharing
 from offbeat.errors import BatchError, ConfigurationError, StageError
 from offbeat.nest import Nest
+from offbeat.stages.attributes import Change, hook_of
 from offbeat.stages.trial import switch_mode
 
 _INPUT = "x"
@@ -70,6 +71,11 @@ class TracedCut(Cut):
             paths = [known[place] for place in cut_by_costs(costs, self.stages)]
         else:
             paths = [str(path) for path in self.places]
+        if (hook := hook_of([self.model])) is not None:
+            raise ConfigurationError(
+                f"the hook {hook} would be called while this {type(self.model).__name__} is traced"
+                " and never again. Take it off, or pass a list of modules, one per stage."
+            )
         lend = find_loan(self.model, batch)
         stages = _stages_of(self.model, paths, batch)
         compare_with_whole(self.model, stages, batch, ", ".join(paths), lend)
@@ -87,6 +93,17 @@ class TracedCut(Cut):
         pieces = [piece for x in inputs for piece in nest.split(x, micro_batches)]
         for piece in pieces:
             _check_shapes(self.shapes or _shapes_of(pieces[0]), piece)
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.name != "training":
+                known = "" if not change.is_plain else f" from {change.before!r} to {change.now!r}"
+                raise ConfigurationError(
+                    f"{change} was changed{known} since this model was traced, and a trace has such"
+                    " values built in. Put it back, or build a new Trainer with the weights of"
+                    " state_dict(); a list of modules as stages follows changes. The batch was not"
+                    " started."
+                )
 
     def check_timing(self) -> None:
         raise ConfigurationError(
@@ -256,6 +273,18 @@ class _Piece(nn.Module):
         self.module = module
         self._takes, self._gives, self._keep, self._result = list(takes), gives, keep, result
         self._shapes: tuple[torch.Size, ...] | None = None
+        self._settings: str | None = None
+
+    def _check_settings(self, batch: Nest) -> None:
+        """What of a batch is no tensor is built in."""
+        settings = repr(nest.replace(batch, lambda _: ...)).replace("Ellipsis", "...")
+        self._settings = self._settings or settings
+        if settings != self._settings:
+            raise BatchError(
+                f"this model was traced for batches like {self._settings} and was given one like"
+                f" {settings}: a trace has numbers and words built in. Give what changes as a"
+                " tensor."
+            )
 
     def forward(self, given: Nest) -> Nest:
         first = not (isinstance(given, dict) and "offbeat" in given)
@@ -263,6 +292,8 @@ class _Piece(nn.Module):
         arguments = [values[name] for name in self._takes]
         self._shapes = self._shapes or _shapes_of(arguments)
         _check_shapes(self._shapes, arguments)
+        if first:
+            self._check_settings(given)
         values |= _name_parts(self._gives, self.module(*arguments))
         if self._result is not None:
             return values[self._result]

@@ -56,6 +56,16 @@ class SharedNotes:
         All who are left hear the same. Only when ``given_up`` ends the wait, because this process
         ends or has waited too long, None is just for whoever is missing.
         """
+        try:
+            return self._hear(name, ranks, given_up)
+        except WorkerLost:
+            raise
+        except RuntimeError as error:
+            raise WorkerLost(_STORE_GONE) from error
+
+    def _hear(
+        self, name: str, ranks: Sequence[int] | None, given_up: Callable[[], bool]
+    ) -> list[Any]:
         everyone = range(self._size) if ranks is None else ranks
         keys = {rank: f"notes/{name}/{rank}" for rank in everyone}
         missing = self._missing(keys)
@@ -237,6 +247,10 @@ class Board:
                     return
                 if (failure := self.failure(store)) is not None:
                     self._edges.fail(failure)
+                    return
+                if (lost := self._edges.failure) is not None:
+                    # Its worker may be elsewhere for a while, and others wait for who is gone.
+                    self.say_gone(str(lost), getattr(lost, "rank", None))
                     return
                 self.look_for_stop(store)
                 if store.check(["stalled"]):

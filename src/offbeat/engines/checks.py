@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from operator import index
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
 from offbeat.cutting.cut import Cut, Model
+from offbeat.engines.shares import Count, Weight, shifts_labels
 from offbeat.errors import ConfigurationError, unknown
 from offbeat.faults import Faults
 from offbeat.guards import Guards
@@ -251,6 +252,19 @@ def check_penalty(penalty: Penalty, cut: Cut) -> None:
             " over weights, since no stage knows those of others. A norm of all has no such sum;"
             " its square has."
         )
+
+
+def checked_weight(weight: Count | Literal["rows"] | None, model: nn.Module) -> Weight:
+    if weight is not None and weight != "rows" and not callable(weight):
+        raise ConfigurationError(
+            f"weight={weight!r}: give a function weight(x, y) that says how much a part of a batch"
+            " counts, as in weight=lambda x, y: (y != -100).sum(), or 'rows'."
+        )
+    return Weight(
+        function=weight if callable(weight) else None,
+        asked_for_rows=weight == "rows",
+        shifted=shifts_labels(model),
+    )
 
 
 def checked_clip(clip: float | None) -> float | None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from offbeat import nest
-from offbeat.engines.feed import check_devices, pairs_of, rows_of
+from offbeat.engines.feed import check_devices, pairs_of
+from offbeat.engines.shares import counts_of, refuse_nothing, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
 from offbeat.stages.network import Loss, precision
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Means over all rows; ``accuracy`` where the targets are class numbers."""
+    """Means: ``loss`` over what counts (``weight=``), ``accuracy`` over rows of class numbers."""
 
     loss: float
     accuracy: float | None
@@ -36,23 +37,29 @@ class Score:
         self._loss = loss
         self._context = context
         self._total = 0.0
+        self._counted = 0.0
         self._rows = 0
         self._hits: int | None = 0
 
-    def add(self, output: Nest, target: Nest) -> None:
+    def add(self, output: Nest, target: Nest, count: float | None) -> None:
+        """``count``: what the batch counts, None for its rows."""
         # An output may begin with a tensor that has no rows, such as a loss of its own.
         rows = rows_of([tensor for tensor in nest.tensors([output, target]) if tensor.dim()])
         hits = _hits(output, target)
-        with self._context():
-            self._total += float(self._loss(output, target)) * rows
+        count = rows if count is None else count
+        if count:
+            with self._context():
+                self._total += float(self._loss(output, target)) * count
+        self._counted += count
         self._rows += rows
         self._hits = None if hits is None or self._hits is None else self._hits + hits
 
     def result(self) -> Evaluation:
         if not self._rows:
             raise BatchError("evaluate() got an empty loader: give at least one (x, y).")
+        refuse_nothing(self._counted)
         return Evaluation(
-            loss=self._total / self._rows,
+            loss=self._total / self._counted,
             accuracy=None if self._hits is None else self._hits / self._rows,
             rows=self._rows,
         )
@@ -78,6 +85,7 @@ def evaluate(
     context = partial(precision, setup.device, setup.autocast)
     score = Score(setup.loss, context)
     with (
+        pipeline.following(),
         # Nobody else waits for what an error in one process leaves undone.
         pipeline.stopping_on_error(alone=False),
         engine.between_steps(),
@@ -89,12 +97,22 @@ def evaluate(
         shown = engine.shown_workers()
         for number, (x, y) in enumerate(pairs_of(loader, "evaluate")):
             check_devices(nest.tensors([x, y]), setup.device)
-            output = None
+            count = _count_of(pipeline, number, x, y)
+            end = None
             for worker in shown:
-                output = worker.predict(number, x, states[worker.stage.index])
+                end = worker.predict(number, (x, count), states[worker.stage.index])
             if not shown:  # nothing is cut before the first batch has been weighed
                 with context():
-                    output = call(model, x)
-            if output is not None:
-                score.add(output, y)
+                    end = call(model, x), count
+            if end is not None:
+                score.add(end[0], y, end[1])
         return engine.share_result(score) if shown else score.result()
+
+
+def _count_of(pipeline: "Pipeline", number: int, x: Nest, y: Nest) -> float | None:
+    """What a batch counts, where the first stage is; None for its rows."""
+    weight = pipeline.setup.weight
+    if not pipeline.engine.placement.holds_first or weight.kind(x) == "rows":
+        return None
+    (count,) = counts_of(weight, [(x, y)], f"batch {number} of evaluate()")
+    return count

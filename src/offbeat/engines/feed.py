@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from offbeat import nest
 from offbeat.averaging.sharding import shards_of
+from offbeat.engines.shares import Portion, counts_of, portions, refuse_empty, rows_of
 from offbeat.engines.worker import Target
 from offbeat.errors import BatchError
-from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.schedules.schedule import Schedule
 from offbeat.transport.base import Key
@@ -20,8 +20,14 @@ from offbeat.transport.base import Key
 if TYPE_CHECKING:
     from offbeat.engines.pipeline import Pipeline
 
-Shard = tuple[Nest, Nest]
-"""What one replica of this process trains on."""
+
+class Shard(NamedTuple):
+    """What one replica of this process trains on."""
+
+    x: Nest
+    y: Nest
+    counts: Sequence[float] = (1,)
+    """What each part counts, where the first stage is and there are others."""
 
 
 def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[Shard]:
@@ -48,21 +54,30 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
             " give x.clone(), or make it outside."
         )
     here = len(placement.replicas_here)
-    shards = [(x, y)]
+    shards = [Shard(x, y)]
     if here > 1:
-        shards = list(zip(shards_of(x, here), shards_of(y, here), strict=True))
-        tensors = nest.tensors(shards[0])
+        shards = list(map(Shard, shards_of(x, here), shards_of(y, here)))
+        tensors = nest.tensors([shards[0].x, shards[0].y])
     if tensors:
         _check_rows(tensors, parts, pipeline)
     if placement.holds_first:
-        pipeline.cut.check_batch([x for x, _ in shards], parts)
+        pipeline.cut.check_batch([shard.x for shard in shards], parts)
     if placement.holds_last and parts > 1 and not targets:
         raise BatchError(
             f"y is a {type(y).__name__} without a tensor in it, and it is to be split into"
             f" {parts} micro-batches: give a tensor with a row per row of x. The batch was not"
             " started."
         )
+    if placement.holds_first and (parts > 1 or pipeline.setup.replicas > 1):
+        shards = [shard._replace(counts=_counts(pipeline, shard, parts)) for shard in shards]
+        refuse_empty(pipeline, [shard.counts for shard in shards])
     return shards
+
+
+def _counts(pipeline: "Pipeline", shard: Shard, parts: int) -> Sequence[float]:
+    # A target may be without tensors if nothing is split.
+    pieces = [nest.split(part, parts) for part in (shard.x, shard.y)]
+    return counts_of(pipeline.setup.weight, list(zip(*pieces, strict=True)), "a batch")
 
 
 def pairs_of(loader: Iterable[tuple[Nest, Nest]], verb: str) -> Iterator[tuple[Nest, Nest]]:
@@ -110,7 +125,8 @@ def _check_rows(tensors: Sequence[Tensor], parts: int, pipeline: "Pipeline") -> 
 def warn_of_small_parts(pipeline: "Pipeline", shard: Shard) -> None:
     """Of a first batch whose size "auto" did not know."""
     plan, parts = pipeline.setup.course.plan, pipeline.schedule.micro_batches
-    rows = rows_of(shard) if nest.tensors(shard) else 0
+    tensors = nest.tensors([shard.x, shard.y])
+    rows = rows_of(tensors) if tensors else 0
     if plan is not None and parts > 1 and rows and rows // parts < plan.least_rows:
         warnings.warn(
             f"auto: a batch of {rows} rows in {parts} parts leaves {rows // parts} in a part, where"
@@ -124,35 +140,23 @@ def hand_out(pipeline: "Pipeline", schedule: Schedule, shards: Sequence[Shard]) 
     placement, parts = pipeline.engine.placement, schedule.micro_batches
     numbers = pipeline.position.add_batch(parts)
     replicas = placement.replicas_here
+    fed: list[list[Portion]] = []
+    if placement.holds_first:
+        kind = pipeline.setup.weight.kind(shards[0].x)
+        fed = portions(pipeline, kind, [shard.counts for shard in shards])
     for worker in pipeline.engine.workers:
-        x, y = shards[replicas.index(worker.stage.replica)]
+        place = replicas.index(worker.stage.replica)
+        x, y, _ = shards[place]
         # Both ends were fed by one caller where all stages are here.
         checksum = None if placement.is_whole or y is None else checksum_of(y)
         index, transport = worker.stage.index, worker.transport
         if index == 0:
-            for number, part in zip(numbers, nest.split(x, parts), strict=True):
-                transport.send(Key("activation", 0, number), (part, checksum))
+            rows = zip(numbers, nest.split(x, parts), fed[place], strict=True)
+            for number, part, portion in rows:
+                transport.send(Key("activation", 0, number), (part, checksum, tuple(portion)))
         if index == placement.stages - 1 or schedule.local_losses:
-            targets = [Target(y, checksum=checksum)]
-            if parts > 1:
-                targets = _targets(y, checksum, parts, pipeline.method)
-            for number, target in zip(numbers, targets, strict=True):
-                transport.send(Key("target", index, number), target)
-
-
-def _targets(y: Nest, checksum: int | None, parts: int, method: Method) -> list[Target]:
-    pieces = nest.split(y, parts)
-    rows = [rows_of(piece) for piece in pieces]
-    shares = [count / sum(rows) for count in rows]
-    return [
-        Target(piece, 1.0 if method.sums_gradients else share, share, checksum)
-        for piece, share in zip(pieces, shares, strict=True)
-    ]
-
-
-def rows_of(batch: Nest) -> int:
-    tensors = nest.tensors(batch)
-    return tensors[0].size(0) if tensors[0].dim() else 1
+            for number, target in zip(numbers, nest.split(y, parts), strict=True):
+                transport.send(Key("target", index, number), Target(target, checksum))
 
 
 def checksum_of(values: Nest) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offbeat.cutting.cut import Cut
 from offbeat.errors import ConfigurationError, IncompleteModel
+from offbeat.stages.attributes import Attributes, Change
 
 
 class Models:
@@ -26,6 +27,8 @@ class Models:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._flags: list[tuple[Any, Any, str]] = []
         """Parts of the user's model, their copies, and the flag that copies follow."""
+        self._attributes: list[Attributes] = []
+        """Of every model."""
         self._elsewhere: list[tuple[Tensor, type, type]] = []
         """Tensors that other processes train, their class, and the one they have while hidden."""
         self._hidden = False
@@ -39,15 +42,17 @@ class Models:
         for copy in copies:
             self._flags += _pair(own.modules(), copy.modules(), "training")
             self._flags += _pair(own.parameters(), copy.parameters(), "requires_grad")
+        self._attributes = [Attributes([model]) for model in self]
         self._elsewhere = list(_trained_elsewhere(cut, here))
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (cut.model for cut in self.cuts)
 
-    def follow(self) -> None:
-        """Lets the copies follow the flags the user has set; refuses weights unfrozen since.
+    def follow(self) -> list[Change]:
+        """Lets stages and copies follow what the user has changed of the model since the last run.
 
-        It looks at the whole model, so that all processes refuse alike.
+        What they cannot follow is refused. It looks at the whole model, so that all processes
+        refuse alike.
         """
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
@@ -58,6 +63,23 @@ class Models:
             )
         for own, copy, name in self._flags:
             setattr(copy, name, getattr(own, name))
+        if not self._attributes:
+            return []
+        changes = self._attributes[0].changes()
+        for change in changes:
+            _refuse_other_parts(change, alone=len(self.cuts) == 1)
+        self.cuts[0].follow(changes)
+        for cut, attributes in zip(self.cuts[1:], self._attributes[1:], strict=True):
+            for change in changes:
+                if change.name != "training":
+                    attributes.set(change)
+            cut.follow(attributes.changes())
+        return changes
+
+    def remember(self) -> None:
+        """What the models have changed of themselves by running is not the user's doing."""
+        for attributes in self._attributes:
+            attributes.remember()
 
     def load(self, state: dict[str, Any]) -> None:
         _check_state(state, self.cuts[0].model)
@@ -92,6 +114,21 @@ class Models:
         finally:
             if hidden:
                 self.hide()
+
+
+def _refuse_other_parts(change: Change, *, alone: bool) -> None:
+    if change.part in ("_parameters", "_modules"):
+        raise ConfigurationError(
+            f"{change} was replaced after this trainer began: what is trained is settled then."
+            " Write new values into the old parameters, or keep the weights with state_dict() and"
+            " build a new Trainer. The batch was not started."
+        )
+    if not alone and not change.is_plain:
+        raise ConfigurationError(
+            f"{change} was changed to a {type(change.now).__name__} after this trainer began, and"
+            " the replicas of this process are copies that follow numbers and words only. Change"
+            " it before the first step, or start a process per replica. The batch was not started."
+        )
 
 
 def _check_state(state: dict[str, Any], model: nn.Module) -> None:

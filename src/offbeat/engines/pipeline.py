@@ -110,12 +110,11 @@ class Pipeline:
         shards = feed.divide(self, schedule, x, y)
         if self.position.step == 0:
             feed.warn_of_small_parts(self, shards[0])
-        self.models.follow()
-        with self.stopping_on_error(), torch.enable_grad():
+        with self.following(), self.stopping_on_error(), torch.enable_grad():
             if self.position.step == 0:
                 self.engine.refuse_equal_shards(x, y)
             if not self.is_built:
-                sample = self.cut.sample(shards[0][0], schedule.micro_batches)
+                sample = self.cut.sample(shards[0].x, schedule.micro_batches)
                 self.build(self.engine.share_first(sample))
             self.models.hide()
             if step == 0:
@@ -133,6 +132,15 @@ class Pipeline:
             late = len(self.position.awaited) - schedule.loss_delay
             return self._take_loss() if late > 0 else None
 
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Around whatever runs the model, so that it runs as the script has changed it since."""
+        if changes := self.models.follow():
+            for worker in self.engine.workers:
+                worker.stage.look_again(changes)
+        yield
+        self.models.remember()
+
     def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
         """What this process needs of a loader's batches."""
         local = any(schedule.local_losses for schedule in self.setup.course.schedules)
@@ -149,7 +157,7 @@ class Pipeline:
     def flush(self) -> list[Tensor]:
         """Drains the pipe and returns the losses still owed; replicas take their average."""
         self.models.hide()
-        with self.stopping_on_error(), torch.enable_grad():
+        with self.following(), self.stopping_on_error(), torch.enable_grad():
             for worker in self.engine.workers:
                 step = self.position.step_in_fill
                 worker.pending += self.schedule.drain(worker.stage.index, step)
@@ -206,7 +214,11 @@ class Pipeline:
     def weights(self) -> dict[str, Any]:
         """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
         values: dict[int, Tensor] = {}
-        with self.engine.between_steps(), self.models.lent():
+        with (
+            self.stopping_on_error(alone=False),
+            self.engine.between_steps(),
+            self.models.lent(),
+        ):
             states = self.replicas.states()
             for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)

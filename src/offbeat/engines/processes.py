@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict
 from functools import cached_property
 from math import ceil
@@ -42,7 +42,7 @@ from offbeat.nest import Nest
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
 from offbeat.stages.memory import StageMemory
-from offbeat.transport import connect, groups
+from offbeat.transport import connect, connect_ring, groups
 from offbeat.transport.base import Key
 from offbeat.transport.mailbox import Box, Mailbox
 
@@ -145,6 +145,19 @@ class Processes(Engine):
             )
             self.membership.begin(others, placement.share)
         elif self._peers:
+            column = list(
+                dict.fromkeys(
+                    placement.row_of(r)[placement.place] for r in range(placement.replicas)
+                )
+            )
+            mailbox.add_neighbours(
+                connect_ring(
+                    placement.share,
+                    column,
+                    PrefixStore(f"place-{placement.place}", store),
+                    timeout_s,
+                )
+            )
             mailbox.peers = groups.Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
         return mailbox
 
@@ -190,6 +203,7 @@ class Processes(Engine):
                 "the averaging": describe(setup.averaging),
                 "the corrections": describe(setup.course.corrections),
                 "whether there is a penalty": setup.penalty is not None,
+                "the weight": setup.weight.words,
                 "the model": f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
                 "the type of device": self._device.type,
                 "the number of threads": torch.get_num_threads(),
@@ -317,8 +331,7 @@ class Processes(Engine):
             return list(tensors)
         shared = [tensor.detach().cpu().clone() for tensor in tensors]
         row, rank = self.placement.row, self.placement.ranks[self.placement.replicas_here[0]][stage]
-        for tensor in shared:
-            groups.broadcast(tensor, self._row_group, row.index(rank))
+        self._broadcast(shared, self._row_group, row, row.index(rank), "weights")
         return [tensor.to(self._device) for tensor in shared]
 
     def _share_bytes(self, data: bytes) -> list[bytes]:
@@ -330,9 +343,34 @@ class Processes(Engine):
             if rank == self.rank and size:
                 buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             if size:
-                groups.broadcast(buffer, self._company_group, place)
+                self._broadcast([buffer], self._company_group, self._company, place, "records")
             everyone.append(buffer.numpy().tobytes())
         return everyone
+
+    def _broadcast(
+        self, tensors: Sequence[Tensor], group: Any, ranks: Sequence[int], place: int, what: str
+    ) -> None:
+        """From one of ``ranks`` to all; a death or a failure meanwhile ends it in words."""
+        started = time.monotonic()
+
+        def failure() -> Exception | None:
+            return self._mailbox.failure
+
+        try:
+            groups.broadcast(tensors, group, place, failure)
+        except WorkerLost:
+            raise
+        except RuntimeError as error:
+            deadline = time.monotonic() + NOTICED_S
+            while failure() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            waited_s = time.monotonic() - started
+            raise failure() or WorkerLost(
+                f"rank {self.rank} has waited {waited_s:.1f} s for the {what} of rank"
+                f" {ranks[place]}, and the connection broke ({str(error).splitlines()[0]}). That"
+                " process, or one that passes them on, has died or its machine cannot be reached;"
+                " its own output says why."
+            ) from error
 
     # ---------------------------------------------------------------- saving
 

@@ -9,6 +9,7 @@ from offbeat.averaging import Averaging
 from offbeat.corrections import Correction, Monitor
 from offbeat.cutting.cut import Cut, Model
 from offbeat.engines import checks
+from offbeat.engines.shares import Weight
 from offbeat.faults import Faults
 from offbeat.guards import Guards
 from offbeat.methods import Method
@@ -64,6 +65,7 @@ class Setup:
     course: Course
     loss: Loss
     penalty: Penalty | None
+    weight: Weight
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None
     clip: float | None
@@ -81,6 +83,11 @@ class Setup:
     def is_synchronous(self) -> bool:
         """Whether no stage lags in any phase."""
         return all(schedule.synchronous for schedule in self.course.schedules)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the gradients of several replicas are averaged before every update."""
+        return self.replicas > 1 and self.averaging is not None and self.averaging.plan() is None
 
 
 def describe(value: object) -> str:

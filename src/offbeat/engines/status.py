@@ -120,7 +120,8 @@ class Status:
     @property
     def ledger(self) -> Ledger:
         """Every action of every stage with its weight version, start, end and loss."""
-        return self._engine.merge_ledger()
+        with self._pipeline.stopping_on_error(alone=False):
+            return self._engine.merge_ledger()
 
     @property
     def own_ledger(self) -> Ledger:
@@ -130,13 +131,16 @@ class Status:
     @property
     def readings(self) -> Readings:
         """What the monitor has read: staleness, quality of predictions, cosines of probes."""
-        return self._engine.merge_readings()
+        with self._pipeline.stopping_on_error(alone=False):
+            return self._engine.merge_readings()
 
     @property
     def updates(self) -> Updates:
         """Gradient norm, lag and outcome of every update, if there are ``guards``."""
-        return self._engine.merge_updates()
+        with self._pipeline.stopping_on_error(alone=False):
+            return self._engine.merge_updates()
 
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage of each replica holds now: weight copies, graphs, bytes."""
-        return tuple(self._engine.gather_memory())
+        with self._pipeline.stopping_on_error(alone=False):
+            return tuple(self._engine.gather_memory())

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offbeat.averaging.averager import Averager, Task
 from offbeat.engines.setup import Setup
+from offbeat.engines.shares import Means, Portion
 from offbeat.errors import BatchError
 from offbeat.guards import Guard
 from offbeat.nest import Nest
@@ -25,10 +26,6 @@ class Target(NamedTuple):
     """What a stage with a loss needs beside the activation."""
 
     values: Nest
-    scale: float = 1.0
-    """Factor on the loss's gradient."""
-    share: float = 1.0
-    """This micro-batch's share of its batch's rows: its weight in the reported loss."""
     checksum: int | None = None
     """Of the batch's targets, to compare with what stage 0 was fed."""
 
@@ -50,6 +47,9 @@ class Worker:
         """The trainer's step that the pending actions belong to."""
         self._index, self._stages = stage.index, engine.placement.stages
         self._clip, self._faults = setup.clip, setup.faults
+        self._means: Means | None = None
+        if not setup.weight.asked_for_rows:
+            self._means = Means(together=setup.averages_gradients)
         self._write, self._clock = engine.record, engine.clock
         self._listeners = engine.placement.listeners
         """The stages that are told every loss."""
@@ -127,7 +127,8 @@ class Worker:
 
     def _forward(self, action: Action) -> None:
         received = [self.transport.receive(key) for key in self.needs(action)]
-        given, checksum = received[0]
+        given, checksum, words = received[0]
+        portion = Portion(*words)
         target = received[1] if self._has_loss else Target(None)
         if self.is_last:
             _compare_checksums(checksum, target.checksum)
@@ -136,19 +137,30 @@ class Worker:
         version = None if action.version is None else self._first_update + action.version
         read = self.stage.version if version is None else version
         output, loss = self.stage.forward(
-            batch, given, target.values, scale=target.scale, version=version
+            batch, given, target.values, scale=portion.scale, version=version
         )
         self._slow_down(perf_counter() - began)
         end = self._clock()
         if not self.is_last:
-            self.transport.send(Key("activation", self._index + 1, batch), (output, checksum))
+            sent = (output, checksum, words)
+            self.transport.send(Key("activation", self._index + 1, batch), sent)
         elif loss is not None:
-            term = loss if target.share == 1.0 else loss * target.share
             for stage in self._listeners:
-                self.transport.send(Key("loss", stage, batch, self._index), term)
-        self._record("F", batch, read, start, end, loss)
-        if loss is not None:
-            self.guard.look_at(loss, batch, read)
+                self.transport.send(Key("loss", stage, batch, self._index), portion.of(loss))
+        counts = loss is not None and portion.scale > 0.0
+        self._record("F", batch, read, start, end, loss if counts else None)
+        if loss is not None and counts:
+            self._look_at(loss, batch, read, portion)
+
+    def _look_at(self, loss: Tensor, batch: int, version: int, portion: Portion) -> None:
+        self.guard.look_at(loss, batch, version)
+        work = self.stage.flights.in_air[batch].work
+        graph = None if work is None else work.loss
+        # To ask a GPU is to wait for it: in the first step alone.
+        cheap = self.stage.device.type == "cpu" or self.step == 0
+        if self._means is not None and graph is not None and cheap:
+            number = (batch - self._first_batch) // self._fill.micro_batches
+            self._means.look_at(number, graph, portion)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
@@ -210,15 +222,20 @@ class Worker:
     ) -> None:
         self._write(kind, self._index, number, version, start, end, loss, self.stage.replica)
 
-    def predict(self, number: int, x: Nest, state: dict[str, Tensor]) -> Nest:
-        """Runs the stage in evaluation; returns the output at the last one, None elsewhere."""
-        given = x
+    def predict(
+        self, number: int, given: tuple[Nest, float | None], state: dict[str, Tensor]
+    ) -> tuple[Nest, float | None] | None:
+        """Runs the stage in evaluation; the output at the last one, and what the batch counts.
+
+        ``given``: to the first stage, likewise.
+        """
         if self._index > 0:
             given = self.transport.receive(Key("evaluation", self._index, number))
-        output = self.stage.network.predict(given, state)
+        x, count = given
+        output = self.stage.network.predict(x, state)
         if self.is_last:
-            return output
-        self.transport.send(Key("evaluation", self._index + 1, number), output)
+            return output, count
+        self.transport.send(Key("evaluation", self._index + 1, number), (output, count))
         return None
 
 

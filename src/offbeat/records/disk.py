@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from offbeat.errors import StorageError
 
 _DIGEST = "digest"
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def write(path: Path, content: str | Iterable[bytes | memoryview]) -> None:
@@ -84,7 +84,7 @@ def read(path: Path) -> bytes:
 
 def reading(path: Path) -> BinaryIO:
     """A file to be read, which may be no link."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_LINK))
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | NO_LINK))
 
 
 def sealed(value: dict[str, Any]) -> str:
@@ -140,7 +140,7 @@ class Growing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | _NO_LINK
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK
         with telling(path):
             self._file = os.open(path, flags, 0o666)
         self.size = os.fstat(self._file).st_size

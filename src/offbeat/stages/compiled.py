@@ -3,12 +3,14 @@
 import logging
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _log = logging.getLogger("offbeat")
 
 
@@ -47,6 +49,18 @@ class Compiled:
             self._first = False
             _log.info("compiled stage %d in %.1f s", self._stage, perf_counter() - start)
         return output
+
+
+def uncompiled(function: Function) -> Function:
+    """Runs as it is what compiled stages call: ``torch.compiler.disable``, imported if need be."""
+
+    @wraps(function)
+    def run(*arguments: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(function)(*arguments)
+        return function(*arguments)
+
+    return run  # type: ignore[return-value]
 
 
 def _function_of(stage: int, module: nn.Module) -> Callable[[Any], Any]:

@@ -18,7 +18,9 @@ class Work:
 
     target: Nest = None
     scale: float = 1.0
-    """Factor on the loss's gradient."""
+    """Factor on the loss's gradient; at 0 nothing comes of the part, at any stage."""
+    scale_at: Tensor | None = None
+    """Where a recording reads it, which must not have the number built in."""
     penalized: bool = False
     """Whether its backward is the one of its batch that brings the penalty on weights."""
     given: Nest = None

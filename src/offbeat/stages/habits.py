@@ -17,3 +17,8 @@ class Habits:
     """Whether the first graph of this fill has been looked at, operation by operation."""
     rebuildable: bool = False
     """Whether graphs are known to hold nothing that a snapshot would miss."""
+
+    def forget(self) -> None:
+        """What a module with other settings may do otherwise."""
+        self.inputs_changed = self.written = None
+        self.draws = self.draws or None

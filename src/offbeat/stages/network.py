@@ -13,6 +13,7 @@ from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.rng import HostState, host_replayed, seed_for, seeded
+from offbeat.stages.attributes import HOOKS, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
@@ -78,6 +79,14 @@ class Network:
         compiled = self.modules if isinstance(self._compiled, Compiled) else ()
         self.habits.inspected = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
+
+    def look_again(self, changes: Sequence[Change]) -> None:
+        self.habits.forget()
+        if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
+            self.habits.inspected = False
+        # Compiled code asks for attributes itself, and never for hooks.
+        if isinstance(self._compiled, Compiled) and any(c.part in HOOKS for c in changes):
+            self._compiled = Compiled(self.index, self.module)
 
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
@@ -266,10 +275,14 @@ class Network:
         self, work: Work, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward begins, and with which gradients."""
-        pairs: list[tuple[Tensor, Tensor | None]]
-        if work.loss is not None:
-            whole = work.scale == 1.0
-            pairs = [(work.loss, None if whole else torch.full_like(work.loss, work.scale))]
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        if work.scale == 0.0:  # times zero, a loss that is no number would still be none
+            pass
+        elif work.loss is not None:
+            start = None if work.scale == 1.0 else torch.full_like(work.loss, work.scale)
+            if work.scale_at is not None:
+                start = work.scale_at.to(work.loss.dtype).expand_as(work.loss)
+            pairs = [(work.loss, start)]
         else:
             pairs = [
                 (output, gradient if self._shrink == 1.0 else gradient * self._shrink)

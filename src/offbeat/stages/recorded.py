@@ -19,7 +19,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.nest import Nest, is_dense
+from offbeat.stages.attributes import Attributes, hook_of
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight
 from offbeat.stages.gathered import (
@@ -39,7 +40,7 @@ from offbeat.stages.gathered import (
 )
 from offbeat.stages.lanes import Instant, Lane, Lanes, NotRecordable, Pool, Recording
 from offbeat.stages.runner import Direct
-from offbeat.stages.slots import Kind, Slot, deliver, kind_of, uneven
+from offbeat.stages.slots import Kind, Slot, deliver, kind_of, no_penalty, uneven
 
 if TYPE_CHECKING:
     from offbeat.stages.stage import Stage
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 _WARM_UP = 2
 """Times a kind of batch runs unrecorded first: libraries choose and allocate on first use."""
 _MOST_KINDS = 4
-"""Kinds of batches (shapes, layouts, shares) that are recorded; others run unrecorded."""
+"""Kinds of batches (by shapes and layouts) that are recorded; others run unrecorded."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,15 @@ class Recorded:
         if places is None:
             places = [None] * len(nest.tensors(given))
         penalized = stage.network.penalizes(flight.batch)
-        kind = (kind_of(given), kind_of(target), scale, stage.module.training, penalized)
+        if penalized and scale == 0.0:
+            raise no_penalty(stage.network)
+        kind = (
+            kind_of(given),
+            kind_of(target),
+            stage.fill.micro_batches == 1,
+            stage.module.training,
+            penalized,
+        )
         slot = self._slot_for(kind, given, target)
         flight.note = _Note(kind, places, slot)
         if slot is None:
@@ -155,7 +164,7 @@ class Recorded:
         if stage.corrector.active:
             weights = stage.corrector.forward_weights(flight, stage.version, None)
         flight.lent = weights is not None
-        slot.fill(given, target, weights)
+        slot.fill(given, target, scale, weights)
         if slot.draws:
             self.lane.seed(stage.network.seed_of(flight.batch))
         slot.forward.replay()
@@ -176,6 +185,9 @@ class Recorded:
     def backward(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         note: _Note = flight.note
         slot = note.slot
+        assert flight.work is not None
+        if flight.work.scale == 0.0:
+            return self._pass_over(flight)
         if slot is None:
             # Autograd runs a backward in the stream of its forward.
             self.lane.wait(self.back.now())
@@ -194,8 +206,19 @@ class Recorded:
         self.gathered.add(self.back if self.records else None)
         sent = deliver(slot.sent, note.places)
         slot.landed = self._mark(self.back)
-        self.free[slot.kind].append(slot)
+        self._release(slot)
         return sent
+
+    def _pass_over(self, flight: Flight) -> list[Tensor | None]:
+        """The backward of a part that counts nothing: no gradient comes of it."""
+        note: _Note = flight.note
+        self._stage.flights.land(flight.batch)
+        if note.slot is not None:
+            if note.slot.flown is not None:
+                self.back.wait(note.slot.flown)
+            note.slot.landed = self._mark(self.back)
+            self.free[note.slot.kind].append(note.slot)
+        return [None] * len(note.places)
 
     def _mark(self, lane: Lane) -> Instant | None:
         """What the other lane has to wait for; None if this stage has only one."""
@@ -230,7 +253,13 @@ class Recorded:
         try:
             if self._stage.habits.draws:
                 raise NotRecordable("random numbers of Python or NumPy: a replay would not draw")
+            if (hook := hook_of(self._stage.modules)) is not None:
+                raise NotRecordable(f"the hook {hook}: a replay would not call it")
+            attributes = Attributes(self._stage.modules)
             slot = self._record_slot(kind, given, target)
+            if changes := attributes.changes():
+                attributes.put_back()
+                raise NotRecordable(f"attribute {changes[0]}, which a replay would not change")
         except NotRecordable as error:
             self._stop_recording(error)
             return None
@@ -274,7 +303,8 @@ class Recorded:
         warnings.warn(
             f"stage {self._stage.index} runs unrecorded, on its own stream but without CUDA graphs,"
             f" because of {error}. To record it, remove what makes the CPU wait for the GPU (such"
-            " as .item(), or a shape that depends on values), and draw random numbers on the GPU.",
+            " as .item(), or a shape that depends on values) and what only the CPU does (random"
+            " numbers, hooks, attributes that a forward changes).",
             stacklevel=2,
         )
 
@@ -338,10 +368,26 @@ class Recorded:
     def discard(self) -> None:
         for flight in self._stage.flights.in_air.values():
             if (slot := _slot_of(flight)) is not None:
-                self.free[slot.kind].append(slot)
+                self._release(slot)
         self.lanes.addresses.clear()
         self.gathered.count = 0
         self.recorded_update.forget()  # optimizers may have got another state
+
+    def _release(self, slot: Slot) -> None:
+        if slot.fits:
+            self.free[slot.kind].append(slot)
+
+    def look_again(self) -> None:
+        for flight in self._stage.flights.in_air.values():
+            if (slot := _slot_of(flight)) is None:
+                continue
+            slot.fits = False  # a graph that is there stays what it is
+            if self._stage.rule == "recompute":
+                flight.work, flight.note = slot.work_again(), replace(flight.note, slot=None)
+        self._seen.clear()
+        self.free.clear()
+        if not self._taken and not self.gathered.count:  # else gradients go where they went
+            self._forget_recordings()
 
     def before_snapshot(self) -> None:
         self.show_gradients()

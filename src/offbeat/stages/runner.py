@@ -110,6 +110,9 @@ class Direct:
     def discard(self) -> None:
         """Nothing that is in flight will be asked for any more."""
 
+    def look_again(self) -> None:
+        """Modules have been changed."""
+
     def before_snapshot(self) -> None: ...
 
     def restoring(self) -> AbstractContextManager[None]:

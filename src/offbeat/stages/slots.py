@@ -30,7 +30,8 @@ from offbeat.stages.runner import copied_into
 from offbeat.stages.versions import Graph, Saved, SavedActivation, weights_set_to
 
 Kind = tuple[Any, ...]
-"""What has to be the same for a recording to fit: shapes, layouts, the loss's factor, the mode."""
+"""What has to be the same for a recording to fit: shapes, layouts, the mode, and whether a batch is
+one part, so that the loss's gradient has no factor. Another is read from memory."""
 
 
 class Slot:
@@ -68,6 +69,8 @@ class Slot:
         self.leaves = nest.replace(self.given, lambda t: t.detach().requires_grad_(next(wanted)))
         self.draws = True
         """Whether its forward draws random numbers, as far as is known."""
+        self.fits = True
+        """Whether the modules are still those that were recorded."""
         self.flown: Instant | None = None
         """When its forward has ended; None where its backward is queued behind that anyway."""
         self.landed: Instant | None = None
@@ -75,7 +78,10 @@ class Slot:
         self._network = network
         self._gathered = gathered
         self._again = network.rule == "recompute"
-        self._takeoff = Work(target=self.target, scale=kind[2], penalized=kind[4])
+        self._scale = (
+            None if kind[2] else torch.ones((), dtype=torch.float64, device=network.device)
+        )
+        self._takeoff = Work(target=self.target, scale_at=self._scale, penalized=kind[4])
         """The work before there is a graph: every run of the forward begins from it."""
         if self._again:
             self._takeoff.given = self.leaves
@@ -125,6 +131,10 @@ class Slot:
             self._network.build_graph(None, self._flying, self.leaves)
         return self._gradients(self._flying)
 
+    def work_again(self) -> Work:
+        """What of its flight an unrecorded backward needs under ``recompute``."""
+        return replace(self._takeoff, graph=Graph())
+
     def _gradients(self, work: Work) -> list[Tensor | None]:
         """All gradients of a micro-batch; those of the weights go to their one place."""
         network, newest = self._network, self._gathered.newest
@@ -148,8 +158,13 @@ class Slot:
         of_inputs = iter(found)
         return [next(of_inputs) if tensor.requires_grad else None for tensor in work.inputs]
 
-    def fill(self, given: Nest, target: Nest, weights: Sequence[Tensor] | None) -> None:
+    def fill(
+        self, given: Nest, target: Nest, scale: float, weights: Sequence[Tensor] | None
+    ) -> None:
         """Copies a batch to where the recordings read it, and the weights that it is lent."""
+        self._takeoff.scale = self.work.scale = scale
+        if self._scale is not None:
+            self._scale.fill_(scale)
         if self._lent is not None:
             copy_all(self._lent, self._network.trainable if weights is None else weights)
         copy_all(nest.tensors([self.given, self.target]), nest.tensors([given, target]))
@@ -189,6 +204,13 @@ def uneven(network: Network, parameter: nn.Parameter) -> StageError:
         f"stage {network.index}: {name} has a gradient in some batches and none in others, but a"
         " recorded update steps the same weights every time. Use engine='serial', or let every"
         " batch use every weight."
+    )
+
+
+def no_penalty(network: Network) -> StageError:
+    return StageError(
+        f"stage {network.index}: the first part of this batch counts nothing, and it brings the"
+        " penalty on weights: a recording has no backward for that. Use engine='serial'."
     )
 
 

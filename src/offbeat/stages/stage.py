@@ -15,6 +15,7 @@ from offbeat.methods.base import Rule
 from offbeat.monitors.monitor import Monitor
 from offbeat.nest import Nest
 from offbeat.stages import snapshot
+from offbeat.stages.attributes import Change
 from offbeat.stages.corrector import Corrector
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight, Flights
@@ -88,6 +89,11 @@ class Stage:
                 " one would no longer reach the other. Tie them by assigning one nn.Parameter to"
                 " both modules, or give each its own: nn.Parameter(view.clone())."
             )
+
+    def look_again(self, changes: Sequence[Change]) -> None:
+        """Forgets what it has learnt of modules that a script has changed."""
+        self.network.look_again(changes)
+        self.runner.look_again()
 
     @property
     def rule(self) -> Rule | None:

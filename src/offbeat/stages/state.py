@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat.nest import Nest
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 """Of :class:`StageState` and what else an exact checkpoint holds. Whoever changes these raises it:
 then exact checkpoints of older versions are refused in words."""
 

@@ -88,10 +88,28 @@ def connect(
     return pairs
 
 
+def connect_ring(
+    place: int, ranks: Sequence[int], store: Store, timeout_s: float
+) -> dict[int, Pair]:
+    """Links with the processes before and after this one in a ring, by rank.
+
+    They carry nothing: they break at once when the process behind them dies.
+    """
+    size, pairs = len(ranks), {}
+    # From the first edge to the last: nobody waits here for one who waits further on.
+    for low in range(size if size > 2 else size - 1):
+        edge = (low, (low + 1) % size)
+        if place in edge:
+            other = ranks[edge[1] if place == low else low]
+            own = PrefixStore(f"ring-{low}", store)
+            pairs[other] = connect_two(own, timeout_s, f"rank {other}", first=place == low)
+    return pairs
+
+
 def connect_two(store: Store, timeout_s: float, whom: str, *, first: bool) -> Pair:
     """Opens links that need nobody but the two, one of whom is ``first``; ``store``: of the two."""
     kind = LINKS[-1]
     return open_pair(kind, End(first, store, kind.address(), kind.device, timeout_s), whom)
 
 
-__all__ = ["LINKS", "Link", "Pair", "choose", "connect", "connect_two", "within"]
+__all__ = ["LINKS", "Link", "Pair", "choose", "connect", "connect_ring", "connect_two", "within"]

@@ -21,6 +21,7 @@ What = Literal[
     "gradients",
     "weights",
     "export",
+    "count",
     "obituary",
     "welcome",
     # the last of every link:
@@ -48,7 +49,7 @@ class Key(NamedTuple):
     @property
     def sender(self) -> str:
         """Who sends it, in words."""
-        if self.what in _AVERAGES:
+        if self.what in (*_AVERAGES, "count"):
             return "the other replicas"
         if self.what in _FROM_BEFORE:
             return f"stage {self.to - 1}"

@@ -19,6 +19,7 @@ from offbeat.transport.base import Gathered, Key
 FOREVER = timedelta(days=3650)
 """Our own watchdog decides how long a wait may be."""
 _BACKEND = "gloo"
+_LONGEST_PAUSE_S = 0.005
 _BUCKET_BYTES = 1 << 25
 """An all-reduce of more is made of several, so that one is copied while another is sent."""
 
@@ -106,9 +107,26 @@ def new_patient(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:
-    """Gives a tensor of the group's member ``source`` to all members."""
-    dist.broadcast(tensor, group=group, group_src=source)
+def broadcast(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    source: int,
+    failure: Callable[[], Exception | None],
+) -> None:
+    """Gives tensors of the group's member ``source`` to all members.
+
+    ``failure``: what ends the wait, as soon as there is one. A connection that breaks raises a
+    RuntimeError of gloo's, which does not know who was behind it.
+    """
+    works = [dist.broadcast(t, group=group, group_src=source, async_op=True) for t in tensors]
+    pause_s = 0.0
+    for work in works:
+        while not work.is_completed():
+            if (error := failure()) is not None:
+                raise error
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 1e-4, _LONGEST_PAUSE_S)
+        work.wait()
 
 
 class Collectives:

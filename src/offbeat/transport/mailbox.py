@@ -20,6 +20,9 @@ from offbeat.transport.base import Gathered, Key
 from offbeat.transport.link import Connection, Pair, Peers
 from offbeat.transport.wire import Arrival
 
+_KNOWN_S = 1.2
+"""Within which every process hears who has died."""
+
 Wish = tuple[int, Sequence[Key]]
 """A replica, and the messages that one of its stages waits for."""
 
@@ -80,11 +83,14 @@ class Mailbox:
         self.peers: Peers | None = None
         """The other rows; without any an average is what the replicas here have."""
         self._neighbours: dict[int, Connection] = {}
-        for other, pair in neighbours.items():
+        self.add_neighbours(neighbours)
+
+    def add_neighbours(self, pairs: Mapping[int, Pair]) -> None:
+        for other, pair in pairs.items():
             broke = partial(self._lose, f"rank {other}", other)
             self._neighbours[other] = Connection(pair, str(other), self._deliver, broke)
-        for neighbour in self._neighbours.values():  # now that one can pass on to another
-            neighbour.start()
+        for other in pairs:  # now that one can pass on to another
+            self._neighbours[other].start()
 
     # ---------------------------------------------------------------- what boxes ask for
 
@@ -200,7 +206,9 @@ class Mailbox:
             self._changed.notify_all()
 
     def lose_peers(self, error: Exception) -> None:
-        """The connection to the other replicas broke."""
+        """The connection to the other replicas broke; another way it may be known to whom."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, _KNOWN_S)
         self._lose("another replica of this stage", None, error)
 
     def _lose(self, whom: str, rank: int | None, error: Exception) -> None:
