@@ -324,6 +324,17 @@ def test_a_resumed_run_ends_with_the_same_bits(method: Method, tmp_path: Path) -
             build(penalty=None).resume(tmp_path)
 
 
+def test_a_weight_of_several_stages_has_it_once() -> None:
+    """At its owner, beside what the other uses send: the same sum, in another order."""
+    model, batches = jobs.tied_net().double(), vector_batches(6)
+    expected = plain(model, batches, decay).state_dict()
+    trainer = trained(
+        model, batches, Synchronous(), OPTIMIZERS["adamw"], cuts=[2, 5], penalty=decay
+    )
+    for name, value in trainer.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
 def test_local_losses_bring_it_in_every_stage() -> None:
     batches = vector_batches(4, dtype=torch.float32)
     model = mlp(dtype=torch.float32)
