@@ -21,6 +21,8 @@ class Work:
     """Factor on the loss's gradient; at 0 nothing comes of the part, at any stage."""
     scale_at: Tensor | None = None
     """Where a recording reads it, which must not have the number built in."""
+    penalized: bool = False
+    """Whether its backward is the one of its batch that brings the penalty on weights."""
     given: Nest = None
     """The input, where the forward will be computed again."""
     given_as: list[int] | None = None
@@ -38,6 +40,7 @@ class Work:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
+    penalty: Tensor | None = None
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,8 @@ from offbeat.stages.relay import Relay
 from offbeat.stages.versions import SavedTensors, leaves_of
 
 Loss = Callable[[Nest, Nest], Tensor]
+Penalty = Callable[[list[tuple[str, nn.Parameter]]], Tensor | float]
+"""A sum over weights, of those it is given with their names."""
 
 
 class Network:
@@ -43,6 +45,7 @@ class Network:
         autocast: torch.dtype | None = None,
         compile: bool = False,
         names: Mapping[int, str] = MappingProxyType({}),
+        penalty: Penalty | None = None,
     ) -> None:
         """``names``: of all parameters of the unsplit model, by id."""
         self.index = index
@@ -63,6 +66,8 @@ class Network:
         self.names.update(names)
         """What parameters are called in messages."""
         self._own = {id(parameter) for parameter in self.parameters}
+        self._penalty = penalty
+        self._named = [(self.names[id(p)], p) for p in module.parameters()]
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
         self._is_compiled = compile
@@ -84,6 +89,7 @@ class Network:
         self.rule: Rule | None = None if fill.plain else fill.rule
         """Which weights a backward sees; None where they are the same anyway."""
         self.local_loss = fill.local_loss
+        self._first_batch, self._parts = fill.first_batch, fill.micro_batches
         self._shrink = shrink
         compiled = self.modules if self._is_compiled else ()
         self.habits.inspected = self.habits.hides = False
@@ -111,11 +117,15 @@ class Network:
         ``batch`` decides the random numbers; None leaves them to the caller.
         """
         random = nullcontext() if batch is None else self._keyed(batch, work)
-        with random, precision(self.device, self._autocast):
-            output = self._call(given, work.inputs or nest.tensors(given))
-            if not isinstance(output, Tensor):
-                self._refuse_hidden_tensors(output)
-            return output, self._compute_loss(output, given, work.target)
+        with random:
+            with precision(self.device, self._autocast):
+                output = self._call(given, work.inputs or nest.tensors(given))
+                if not isinstance(output, Tensor):
+                    self._refuse_hidden_tensors(output)
+                loss = self._compute_loss(output, given, work.target)
+            if work.penalized and torch.is_grad_enabled():
+                work.penalty = self._compute_penalty()
+            return output, loss
 
     @contextmanager
     def _keyed(self, batch: int, work: Work) -> Iterator[None]:
@@ -259,21 +269,42 @@ class Network:
                 self._refuse_beyond(leaf, nest.tensors([given, target]))
         return loss
 
+    def penalizes(self, batch: int) -> bool:
+        """Whether this micro-batch brings the penalty: the first of each batch does."""
+        return self._penalty is not None and (batch - self._first_batch) % self._parts == 0
+
+    def _compute_penalty(self) -> Tensor | None:
+        """The penalty on this stage's weights, in a graph of its own; None without a gradient."""
+        assert self._penalty is not None
+        try:
+            value = self._penalty(self._named.copy())
+        except IncompleteModel as error:
+            raise _own_only("a weight of another stage", self.index) from error
+        if not isinstance(value, Tensor):  # such as sum() of nothing
+            return None
+        for leaf in leaves_of(value, ()):
+            if id(leaf) not in self._own:
+                raise _own_only(self._describe_leaf(leaf), self.index)
+        return value if value.requires_grad else None
+
     def _refuse_beyond(self, leaf: Tensor, arguments: Iterable[Tensor]) -> None:
         """Refuses a leaf of the loss's graph that is no weight of this stage."""
         if any(leaf is argument for argument in arguments):
             return
-        shape = f"of shape {tuple(leaf.shape)}"
+        raise self._beyond(self._describe_leaf(leaf))
+
+    def _describe_leaf(self, leaf: Tensor) -> str:
         known = self.names.get(id(leaf))
-        raise self._beyond(f"a trained tensor {shape}" if known is None else f"{known!r} {shape}")
+        what = "a trained tensor" if known is None else repr(known)
+        return f"{what} of shape {tuple(leaf.shape)}"
 
     def _beyond(self, what: str) -> StageError:
         return StageError(
             f"the loss depends on {what}, which is no weight of stage {self.index}, where the loss"
             " is computed: its gradient would be lost, or come at another time than its own"
-            " stage's. A penalty on weights: take the optimizer's weight_decay. Features of other"
-            " stages: let the model return them with its output. Weights of the loss itself: put"
-            " them into the last stage, or call requires_grad_(False) if they are not trained."
+            " stage's. A penalty on weights: Trainer(penalty=...). Features of other stages: let"
+            " the model return them with its output. Weights of the loss itself: put them into the"
+            " last stage, or call requires_grad_(False) if they are not trained."
         )
 
     def predict(self, given: Nest, state: dict[str, Tensor]) -> Nest:
@@ -303,19 +334,31 @@ class Network:
         self, work: Work, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward begins, and with which gradients."""
+        pairs: list[tuple[Tensor, Tensor | None]] = []
         if work.scale == 0.0:  # times zero, a loss that is no number would still be none
-            return [], []
-        if work.loss is not None:
+            pass
+        elif work.loss is not None:
+            start = None if work.scale == 1.0 else torch.full_like(work.loss, work.scale)
             if work.scale_at is not None:
-                return [work.loss], [work.scale_at.to(work.loss.dtype).expand_as(work.loss)]
-            whole = work.scale == 1.0
-            return [work.loss], [None if whole else torch.full_like(work.loss, work.scale)]
-        pairs = [
-            (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
-            for output, gradient in zip(work.outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
+                start = work.scale_at.to(work.loss.dtype).expand_as(work.loss)
+            pairs = [(work.loss, start)]
+        else:
+            pairs = [
+                (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
+                for output, gradient in zip(work.outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+        if work.penalty is not None:
+            pairs.append((work.penalty, None))
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _own_only(what: str, stage: int) -> StageError:
+    return StageError(
+        f"the penalty of stage {stage} depends on {what}: it is called once for every stage, with"
+        " that stage's weights. Compute it from its argument, as in penalty=lambda named: 1e-4 *"
+        " sum(p.square().sum() for name, p in named)."
+    )
 
 
 def precision(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:

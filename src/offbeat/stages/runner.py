@@ -47,7 +47,8 @@ class Direct:
     ) -> tuple[Nest, Tensor | None]:
         """``copies``: where the weights that the backward needs are copied; None to leave them."""
         stage, network = self._stage, self._stage.network
-        work = flight.work = Work(target=target, scale=scale)
+        penalized = network.penalizes(flight.batch)
+        work = flight.work = Work(target=target, scale=scale, penalized=penalized)
         if copies is not None:
             work.copies, work.stashed = copies, copied_into(copies)
         weights: Sequence[Tensor] | None = stage.old_versions.get(flight.version)

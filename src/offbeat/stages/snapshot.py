@@ -278,6 +278,7 @@ def _flight_of(stage: "Stage", state: FlightState, memory: _Memory) -> Flight:
 
 def _work_of(stage: "Stage", batch: int, state: WorkState, memory: _Memory) -> Work:
     work = Work(target=state["target"], scale=state["scale"], given=state["given"])
+    work.penalized = stage.network.penalizes(batch)
     if state["graph"]:
         leaves = nest.replace(state["leaves"], lambda t: t.detach().requires_grad_(t.requires_grad))
         work.leaves, work.inputs = leaves, nest.tensors(leaves)
