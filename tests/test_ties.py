@@ -28,6 +28,7 @@ from helpers import (
 from offbeat import nest
 from offbeat.averaging import LocalSGD
 from offbeat.checkpoints import tensorfile
+from offbeat.corrections import Monitor, Predict
 from offbeat.errors import ConfigurationError, IncompleteModel, StageError
 from offbeat.methods import (
     ADL,
@@ -41,6 +42,8 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
+from offbeat.stages.flight import Work
+from offbeat.stages.network import Network
 from offbeat.transport.base import Key
 from offbeat.transport.link import Connection
 
@@ -434,3 +437,69 @@ def test_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
         for of_rank in offbeat.launch(interrupted_all, 2 * replicas, folder, runs, timeout_s=100):
             for ours, theirs in of_rank:
                 assert_same_end(ours, theirs)
+
+
+# ------------------------------------------------------------------ what travels
+
+
+@pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
+@pytest.mark.parametrize("kind", ["newest", "predicted", "older"])
+def test_what_arrives_is_what_the_owner_s_forward_has_read(kind: str, rule: Any) -> None:
+    """Predictions and older versions, too, and until the last stage has done with them."""
+    read: dict[tuple[int, int], dict[str, Tensor]] = {}
+    forward = Network.forward
+
+    def watched(network: Network, batch: int, work: Work, given: Any, **settings: Any) -> Any:
+        result = forward(network, batch, work, given, **settings)
+        if network.index == 0:
+            (weight,) = network.shared
+            read[0, batch] = {"0.weight": weight.detach().clone()}
+        else:
+            read[network.index, batch] = given.ties  # as it is when all is over
+        return result
+
+    method: Method = StaleWeights(accumulate=2, backward=rule)
+    if kind == "older":
+        method = PipeDream2BW(backward=rule)
+    corrections = [Predict()] if kind == "predicted" else []
+    data = batches(8, torch.float32)
+    model = wide(6)
+    with patch.object(Network, "forward", watched):
+        trainer = trained(model, data, method, cuts=[1, 4], corrections=corrections)
+    numbers = [batch for stage, batch in read if stage == 0]
+    assert len(numbers) >= 16
+    for batch in numbers:
+        for stage in (1, 2):
+            assert torch.equal(read[stage, batch]["0.weight"], read[0, batch]["0.weight"])
+    newest = trainer.state_dict()["0.weight"]
+    assert not any(torch.equal(values["0.weight"], newest) for values in read.values())
+
+
+def test_a_probe_goes_through_all_uses() -> None:
+    trainer = trainer_for(
+        network(torch.float32), StaleWeights(), cuts=[2, 5], monitor=Monitor(every=2, probe=True)
+    )
+    data = batches(6, torch.float32)
+    for x, y in data:
+        trainer.step(x, y)
+    found = trainer.probe(*data[0])
+    assert sorted(found) == [0, 1, 2]
+    assert all(-1 <= value <= 1.00001 for value in found.values())
+    trainer.flush()
+    assert trainer.probe(*data[0]) == pytest.approx(dict.fromkeys(range(3), 1.0))
+
+
+@pytest.mark.parametrize("cuts", [[4], [1, 2, 8], None], ids=str)
+def test_a_drained_checkpoint_passes_to_a_cut_with_other_owners(
+    tmp_path: Path, cuts: list[int] | None
+) -> None:
+    data = batches(8, torch.float32)
+    whole = trained(network(torch.float32), data[:4], Synchronous(), cuts=[2, 5])
+    whole.save(tmp_path, drain=True, wait=True)
+    settings = {"stages": 1} if cuts is None else {"cuts": cuts}
+    again = trainer_for(network(torch.float32), Synchronous(), **settings)
+    assert again.resume(tmp_path).step == 4
+    for trainer in (whole, again):
+        for x, y in data[4:]:
+            trainer.step(x, y)
+    assert_same_bits(again.state_dict(), whole.state_dict())
