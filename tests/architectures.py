@@ -126,6 +126,11 @@ BART: dict[str, Any] = {
     "activation_dropout": 0.0, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
+T5: dict[str, Any] = {
+    "vocab_size": TOKENS, "d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 3,
+    "num_decoder_layers": 3, "num_heads": 2, "dropout_rate": 0.0, "tie_word_embeddings": False,
+    "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
 VIT: dict[str, Any] = {
     "image_size": 16, "patch_size": 8, "num_channels": 3, "hidden_size": WIDTH,
     "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_labels": 4,
@@ -157,6 +162,11 @@ RWKV: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 EVERY: dict[str, Architecture] = {
     "gpt2": decoder("GPT2LMHeadModel", GPT, config="GPT2Config"),
+    "gpt2-tied": decoder("GPT2LMHeadModel", GPT, config="GPT2Config", tie_word_embeddings=True),
+    "llama-tied": decoder("LlamaForCausalLM", tie_word_embeddings=True),
+    "bert-tied": encoder("BertForMaskedLM", tie_word_embeddings=True),
+    "t5-tied": translator("T5ForConditionalGeneration", T5, tie_word_embeddings=True),
+    "bart-tied": translator("BartForConditionalGeneration", tie_word_embeddings=True),
     "llama": decoder("LlamaForCausalLM"),
     "qwen2": decoder("Qwen2ForCausalLM"),
     "qwen3": decoder("Qwen3ForCausalLM", head_dim=8),
@@ -332,23 +342,7 @@ EVERY: dict[str, Architecture] = {
             "tie_word_embeddings": False,
         },
     ),
-    "t5": translator(
-        "T5ForConditionalGeneration",
-        {
-            "vocab_size": TOKENS,
-            "d_model": WIDTH,
-            "d_kv": 8,
-            "d_ff": 32,
-            "num_layers": 3,
-            "num_decoder_layers": 3,
-            "num_heads": 2,
-            "dropout_rate": 0.0,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
-        },
-    ),
+    "t5": translator("T5ForConditionalGeneration", T5),
     "bart": translator("BartForConditionalGeneration"),
     "marian": translator("MarianMTModel", config="MarianConfig"),
     "pegasus": translator("PegasusForConditionalGeneration"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import jobs
 import offbeat
 import tie_oracle
+from architectures import GPT, T5, Architecture, decoder, translator
 from checkpoint_jobs import METHODS, assert_same_end, interrupted, interrupted_all
 from helpers import (
     OPTIMIZERS,
@@ -503,3 +504,67 @@ def test_a_drained_checkpoint_passes_to_a_cut_with_other_owners(
         for x, y in data[4:]:
             trainer.step(x, y)
     assert_same_bits(again.state_dict(), whole.state_dict())
+
+
+# ------------------------------------------------------------------ other people's models
+
+LANGUAGE = {
+    "gpt2": decoder("GPT2LMHeadModel", GPT, config="GPT2Config", tie_word_embeddings=True),
+    "t5": translator("T5ForConditionalGeneration", T5, num_layers=4, tie_word_embeddings=True),
+}
+
+
+def parts_of(case: Architecture) -> list[tuple[Any, Tensor]]:
+    return [(x, y) for x, y in case.batches() if len(y) == 4]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("kind", LANGUAGE)
+def test_tied_language_models_train_as_they_come(kind: str, parts: int, stages: int) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case = LANGUAGE[kind]
+    model, method = case.make(), Synchronous() if parts == 1 else GPipe(parts)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for x, y in parts_of(case):
+        optimizer.zero_grad()
+        for part, target in zip(nest.split(x, parts), y.tensor_split(parts), strict=True):
+            loss = case.loss(model(**part, use_cache=False), target)
+            (loss if parts == 1 else loss / parts).backward()
+        optimizer.step()
+    trainer = offbeat.Trainer(
+        case.make(), loss=case.loss, optimizer=OPTIMIZERS["adamw"], method=method, stages=stages
+    )
+    for x, y in parts_of(case):
+        trainer.step(x, y)
+    assert_same_bits(trainer.state_dict(), dict(model.state_dict()))
+
+
+def ends_of_language_models(replicas: int, stages: int) -> list[dict[str, Any]]:
+    ends = []
+    for case in LANGUAGE.values():
+        for method in EACH_RULE:
+            trainer = offbeat.Trainer(
+                case.make(), loss=case.loss, optimizer=OPTIMIZERS["adamw"], method=method,
+                stages=stages, replicas=replicas,
+            )  # fmt: skip
+            data = [({n: torch.cat([t, t]) for n, t in x.items()}, torch.cat([y, y]))
+                    for x, y in parts_of(case)]  # fmt: skip
+            for x, y in trainer.batches(data):
+                trainer.step(x, y)
+            trainer.flush()
+            ends.append(trainer.state_dict())
+    return ends
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 2), (1, 4), (2, 2)])
+def test_tied_language_models_in_processes(replicas: int, stages: int) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    alone = ends_of_language_models(replicas, stages)
+    count = replicas * stages
+    for states in offbeat.launch(ends_of_language_models, count, replicas, stages):
+        for ours, theirs in zip(states, alone, strict=True):
+            assert_same_bits(ours, theirs)

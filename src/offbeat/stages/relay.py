@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offbeat import nest
 from offbeat.errors import StageError
 from offbeat.nest import Bundle, Nest
-from offbeat.stages.versions import nodes_of
+from offbeat.stages.versions import leaves_of
 
 
 class Relay(nn.Module):
@@ -70,7 +70,10 @@ class Relay(nn.Module):
         with self._lent(ties):
             output = module(given)
         if torch.is_grad_enabled():
-            self._refuse_other_uses(output, _writes(ties) != before)
+            if _writes(ties) != before:
+                self._refuse_writes()
+            if not self._looked:
+                self._refuse_other_uses(output, given, ties)
         return Bundle(output, {n: ties[n] for n in self._leaving}) if self._leaving else output
 
     def lent(self, given: Nest) -> AbstractContextManager[None]:
@@ -89,30 +92,29 @@ class Relay(nn.Module):
             for (_, module, key), parameter in zip(places, own, strict=True):
                 weights_of(module)[key] = parameter
 
-    def _refuse_other_uses(self, output: Nest, written: bool) -> None:
-        """Refuses what lending cannot do: writes, and weights reached by another way."""
-        if written:
-            raise StageError(
-                f"a forward writes into a weight that several stages use ({self._names}), as an"
-                " nn.Embedding with max_norm does, and the others would not see it. Leave that out,"
-                " or give each stage a weight of its own: offbeat.untie(model)."
-            )
-        if self._looked:
-            return
-        self._looked = True
-        borrowed = {id(parameter): name for name, parameter in self._borrowed.items()}
-        for node in nodes_of(nest.tensors(output)):
-            name = borrowed.get(id(getattr(node, "variable", None)))
-            if name is not None:
-                raise StageError(
-                    f"{name!r} belongs to an earlier stage, and a module of this one keeps a"
-                    " reference of its own to it, as an nn.LSTM does, so that it would see other"
-                    " values. Give each stage a weight of its own: offbeat.untie(model)."
-                )
+    def _refuse_writes(self) -> None:
+        names = ", ".join(map(repr, self._places))
+        raise StageError(
+            f"a forward writes into a weight that several stages use ({names}), as an nn.Embedding"
+            " with max_norm does, and the others would not see it. Leave that out, or give each"
+            " stage a weight of its own: offbeat.untie(model)."
+        )
 
-    @property
-    def _names(self) -> str:
-        return ", ".join(map(repr, self._places))
+    def _refuse_other_uses(self, output: Nest, given: Nest, ties: Mapping[str, Tensor]) -> None:
+        """Refuses weights that a first graph has reached by another way than they were lent."""
+        self._looked = True
+        lent = {
+            id(self._borrowed[n]): n for n in self._borrowed if ties[n] is not self._borrowed[n]
+        }
+        behind = [tensor.grad_fn for tensor in nest.tensors([given, ties])]
+        ends = [tensor for tensor in nest.tensors(output) if tensor.grad_fn is not None]
+        for leaf in (leaf for end in ends for leaf in leaves_of(end, behind)):
+            if id(leaf) in lent:
+                raise StageError(
+                    f"{lent[id(leaf)]!r} belongs to an earlier stage, and a module of this one"
+                    " keeps a reference of its own to it, so that it would see other values. Give"
+                    " each stage a weight of its own: offbeat.untie(model)."
+                )
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
