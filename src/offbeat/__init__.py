@@ -20,6 +20,7 @@ _HOME = {
     "Ledger": "records.ledger",
     "Faults": "faults",
     "Guards": "guards",
+    "Machines": "engines.machines",
     "launch": "engines.launcher",
     "Schedule": "schedules.schedule",
     "Table": "schedules.table",
@@ -34,6 +35,7 @@ _MODULES = ("averaging", "corrections", "errors", "faults", "guards", "methods",
 if TYPE_CHECKING:
     from offbeat.engines.evaluation import Evaluation as Evaluation
     from offbeat.engines.launcher import launch as launch
+    from offbeat.engines.machines import Machines as Machines
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.faults import Faults as Faults
     from offbeat.guards import Guards as Guards

@@ -4,7 +4,7 @@ import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -203,4 +203,8 @@ class Archive:
         differs = any(manifest.get(name) != facts[name] for name in ("stages", "replicas"))
         if saved is None or differs:
             return shared  # refused later, in words of its own
-        return [*exact.files_for(self._engine.placement, saved), *shared]
+        if self._engine.needs_costs:  # which stages are here decides the batch that is stored
+            everything = ((r, k) for r in range(saved.replicas) for k in range(saved.stages))
+            return [*starmap(file_of, everything), *shared]
+        needed = [exact.FIRST, *exact.files_for(self._engine.placement, saved)]
+        return [*dict.fromkeys(needed), *shared]

@@ -32,6 +32,10 @@ _TYPES: dict[str, Any] = {"target": Target, "weights": Gathered, "gradients": Ga
 """Messages that are tuples with names."""
 
 
+FIRST = file_of(0, 0)
+"""The file that has the batch by which stages were made, for all processes to make them by."""
+
+
 def own_files(placement: Placement) -> list[str]:
     """One for each stage of this process."""
     replicas = placement.replicas_here
@@ -114,16 +118,18 @@ def _first_file(saved: Placement, rank: int) -> str:
 
 
 def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
-    engine, device, placement = pipeline.engine, pipeline.setup.device, pipeline.engine.placement
+    engine, device = pipeline.engine, pipeline.setup.device
     saved = placement_of(manifest)
     assert saved is not None
+    if not pipeline.is_built:
+        first = tensorfile.read(path / FIRST)["process"]["first"]
+        pipeline.build(on_device({"first": first}, device)["first"])
+    placement = engine.placement
     files = {name: tensorfile.read(path / name) for name in files_for(placement, saved)}
     processes: dict[int, State] = {
         rank: files[_first_file(saved, rank)]["process"] for rank in _holders(placement, saved)
     }
     rank, process = next(iter(processes.items()))
-    if not pipeline.is_built:
-        pipeline.build(on_device({"first": process["first"]}, device)["first"])
     cuts = facts_of(pipeline)["cuts"]
     if cuts is not None and cuts != manifest["cuts"]:
         raise ConfigurationError(

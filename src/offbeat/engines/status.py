@@ -61,6 +61,11 @@ class Status:
         return self._pipeline.cut.stages
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """How many stages each process that holds a replica runs, in order."""
+        return self._engine.placement.counts
+
+    @property
     def replicas(self) -> int:
         return self._pipeline.setup.replicas
 

@@ -69,7 +69,7 @@ class Mailbox:
         stalled: Callable[[], str],
     ) -> None:
         """``stages``, ``replicas``: those here. ``neighbours``: the links with them, by rank."""
-        self._rank, self._stages, self._device = rank, stages, device
+        self._rank, self.stages, self._device = rank, stages, device
         self._timeout_s = timeout_s
         self._stalled = stalled
         self._inbox: dict[tuple[int, Key], Any] = {}
@@ -96,10 +96,10 @@ class Mailbox:
 
     def send(self, replica: int, key: Key, message: Any) -> None:
         """To its receiver, or to the neighbour that passes it on."""
-        if key.to in self._stages:
+        if key.to in self.stages:
             self._put(replica, key, message)
         else:
-            step = 1 if key.to > self._stages[-1] else -1
+            step = 1 if key.to > self.stages[-1] else -1
             self._neighbours[self._rank + step].put(key, message)
 
     def has(self, wish: Wish) -> bool:
@@ -177,7 +177,7 @@ class Mailbox:
 
     def _deliver(self, arrival: Arrival) -> None:
         (replica,) = self.boxes  # a process with neighbours holds stages of one
-        here = arrival.key.to in self._stages
+        here = arrival.key.to in self.stages
         # What is passed on stays where it has arrived.
         self.send(replica, arrival.key, arrival.message(self._device if here else None))
 
@@ -187,7 +187,7 @@ class Mailbox:
         """What the workers wait for right now, in words."""
         waiting = self._waiting
         if waiting is None:
-            stages = sorted({self._stages[0], self._stages[-1]})
+            stages = sorted({self.stages[0], self.stages[-1]})
             whose = f"stage {' to '.join(map(str, stages))}"
             return f"{whose} waits for nothing (it computes, or the script is elsewhere)"
         wishes, since = waiting
