@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offbeat
 from helpers import Batch, cnn, image_batches, trainer_for, vector_batches
-from jobs import dropout_net
+from jobs import dropout_net, tied_net
 from offbeat import averaging, methods
 from offbeat.averaging import (
     AllReduce,
@@ -133,7 +133,8 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
 def job_of(model: str, steps: int = STEPS) -> tuple[nn.Sequential, list[Batch]]:
     if model == "cnn":
         return cnn(), image_batches(steps, rows=ROWS)
-    return dropout_net(), vector_batches(steps, rows=ROWS, dtype=torch.float32)
+    network = tied_net() if model == "ties" else dropout_net()
+    return network, vector_batches(steps, rows=ROWS, dtype=torch.float32)
 
 
 def fresh(model: str, method: Method, **settings: Any) -> offbeat.Trainer:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
 from offbeat import transport
-from offbeat.averaging import Averaging, DaSGD, LocalSGD
+from offbeat.averaging import AllReduce, Averaging, DaSGD, LocalSGD
 from offbeat.checkpoints import tensorfile
 from offbeat.corrections import Monitor
 from offbeat.engines.processes import Processes
-from offbeat.methods import Method, StaleWeights
+from offbeat.methods import GPipe, Method, StaleWeights
 from offbeat.records.ledger import Entry
 from offbeat.transport.link import Link
 
@@ -29,6 +29,20 @@ def dropout_net() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(6, 12), nn.Dropout(0.3), nn.LayerNorm(12), nn.Linear(12, 12), nn.ReLU(),
         nn.Dropout(0.2), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+def tied_net() -> nn.Sequential:
+    """One weight in four places, two of them in a row, and a bias in three."""
+    torch.manual_seed(3)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    ties = [nn.Linear(6, 6) for _ in range(3)]
+    for tie in ties:
+        tie.weight = first.weight
+    ties[2].bias = last.bias = ties[1].bias
+    return nn.Sequential(
+        first, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), ties[0], ties[1], nn.Tanh(), last, nn.ReLU(),
+        ties[2],
     )  # fmt: skip
 
 
@@ -834,3 +848,18 @@ def train_placed(
     again.flush()
     here = [worker.stage.index for worker in again._engine.workers]
     return again.placement, here, again.state_dict()
+
+
+def outlive_weighted(dies: int, at: int, batches: list[Batch]) -> dict[str, Tensor]:
+    """Three replicas that average gradients; one leaves before it is fed batch ``at``."""
+    import os
+
+    trainer = weighted_trainer(
+        GPipe(2), "sgd", cuts=[], replicas=3, averaging=AllReduce(), when_replica_dies="go on"
+    )
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if (trainer.rank, number) == (dies, at):
+            os._exit(1)
+        trainer.step(x, y)
+    trainer.flush()
+    return trainer.state_dict()

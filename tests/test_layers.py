@@ -96,6 +96,7 @@ _HOOKS = "a stand-in of an optimizer that shares its attributes must not share i
 PRIVATES: dict[str, str] = {
     "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
     "averaging/moments.py: like._optimizer_step_pre_hooks": _HOOKS,
+    "cutting/blocks.py: buffer._version": _VERSION,
     "cutting/ends.py: module._buffers": _BUFFERS,
     "engines/means.py: mean._saved_target": _SAVED,
     "engines/means.py: mean._saved_total_weight": _SAVED,
@@ -103,6 +104,7 @@ PRIVATES: dict[str, str] = {
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,
     "stages/network.py: tensor._version": _VERSION,
+    "stages/relay.py: tie._version": _VERSION,
     "stages/runner.py: tensor._version": _VERSION,
     "stages/versions.py: self.tensor._version": _VERSION,
     "stages/versions.py: tensor._version": _VERSION,
@@ -225,6 +227,7 @@ def test_exported_names() -> None:
         "__version__",
         "launch",
         "seed_for",
+        "untie",
     ]
     assert {*offbeat.__all__, "corrections", "methods"} <= set(dir(offbeat))  # for the tab key
     for name in offbeat.__all__:

@@ -97,17 +97,16 @@ class Processes(Engine):
         # Whose ledgers and the like are put together: whoever cannot die without this process.
         self._company = placement.row if outlive else list(range(size))
         self._company_group = self._row_group if outlive else self._everyone
-        name = self._everyone.group_name
         life = placement.share + replicas * again if again else None
         row = len(placement.row) if outlive else None
-        self._board = Board(self.rank, self.size, name, timeout_s, row, life)
+        self._board = Board(rank, size, self._everyone.group_name, timeout_s, row, life)
         # Before connections that only some would make.
         facts = {"when_replica_dies": "go on" if outlive else "stop"}
         self._compare(facts | {"the placement": None if counts is None else list(counts)})
         self._mailbox = self._open_mailbox(groups.store_of(self._everyone), outlive)
+        self.transports.update(self._mailbox.boxes)
         if not self.needs_costs:
             self._open_averages()
-        self.transports.update(self._mailbox.boxes)
         self._board.watch(self._mailbox)
         self._notes = self._board.notes()
         self._meetings = 0
@@ -211,6 +210,7 @@ class Processes(Engine):
                 "the method": describe(setup.course.method),
                 "the averaging": describe(setup.averaging),
                 "the corrections": describe(setup.course.corrections),
+                "whether there is a penalty": setup.penalty is not None,
                 "the weight": setup.weight.words,
                 "the model": f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
                 "the type of device": self._device.type,
