@@ -18,7 +18,7 @@ from offbeat.elastic.handover import CatchingUp, let_in
 from offbeat.engines import checks, evaluation, feed, probe
 from offbeat.engines.choice import EngineName, start_engine
 from offbeat.engines.evaluation import Evaluation
-from offbeat.engines.machines import Machines, checked_machines
+from offbeat.engines.machines import Machines
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
 from offbeat.engines.shares import Count
@@ -152,8 +152,7 @@ class Trainer(Status):
             device=checks.device_of(cut.model),
             balance=balance,
         )
-        where = checked_machines(machines)
-        self._engine = start_engine(engine, cut, setup, timeout, when_replica_dies, where)
+        self._engine = start_engine(engine, cut, setup, timeout, when_replica_dies, machines)
         seed = self._engine.agree(setup, cut, checks.checked_seed(seed))
         if course.plan is not None and self.rank == 0:
             course.plan.announce()
