@@ -74,6 +74,7 @@ def _process_state(pipeline: Pipeline) -> State:
         "place": pipeline.position.state(),
         "first": pipeline.first,
         "ledger": _as_tensor(engine.own_ledger.to_bytes()),
+        "older": engine.ledger.older(),
         "readings": _as_tensor(engine.readings.to_bytes()),
         "updates": _as_tensor(engine.updates.to_bytes()),
         "clock": time.time() - time.perf_counter(),
@@ -109,6 +110,9 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
             _restore_worker(worker, state, device, shift_s)
     pipeline.models.hide()
     engine.ledger.go_on_from(process["ledger"].numpy().tobytes(), shift_s)
+    if "older" in process:  # an earlier version kept all in memory
+        engine.ledger.take_older(process["older"], path.parent, shift_s)
+    engine.ledger.keep_in(path.parent)
     engine.readings.go_on_from(process["readings"].numpy().tobytes())
     engine.updates.go_on_from(process["updates"].numpy().tobytes())
     set_generators(process["generators"], device)
