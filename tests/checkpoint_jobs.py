@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offbeat
 from helpers import Batch, cnn, image_batches, trainer_for, vector_batches
-from jobs import dropout_net
+from jobs import dropout_net, tied_net
 from offbeat import averaging, methods
 from offbeat.averaging import (
     AllReduce,
@@ -133,7 +133,8 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
 def job_of(model: str, steps: int = STEPS) -> tuple[nn.Sequential, list[Batch]]:
     if model == "cnn":
         return cnn(), image_batches(steps, rows=ROWS)
-    return dropout_net(), vector_batches(steps, rows=ROWS, dtype=torch.float32)
+    network = tied_net() if model == "ties" else dropout_net()
+    return network, vector_batches(steps, rows=ROWS, dtype=torch.float32)
 
 
 def fresh(model: str, method: Method, **settings: Any) -> offbeat.Trainer:
@@ -190,6 +191,37 @@ def interrupted_all(
         interrupted(Path(folder) / str(number), model, method, at, **settings)
         for number, (model, method, at, settings) in enumerate(jobs)
     ]
+
+
+Job = tuple[str, Method, int, dict[str, Any]]
+
+
+def save_all(folder: str, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Saves each run after some steps and trains it to its end."""
+    ends = []
+    for number, (model, method, at, settings) in enumerate(jobs):
+        _, batches = job_of(model)
+        trainer = fresh(model, method, **settings)
+        for x, y in trainer.batches(batches[:at]):
+            trainer.step(x, y)
+        trainer.save(Path(folder) / str(number), wait=True)
+        held = trainer.memory()
+        ends.append(end_of(trainer, go_on(trainer, batches[at:])) | {"held": held})
+    return ends
+
+
+def resume_all(folders: list[str], jobs: list[Job]) -> list[list[dict[str, Any]]]:
+    """Goes on from what each of several layouts of processes has saved."""
+    ends: list[list[dict[str, Any]]] = []
+    for folder in folders:
+        ends.append([])
+        for number, (model, method, at, settings) in enumerate(jobs):
+            _, batches = job_of(model)
+            trainer = fresh(model, method, **settings)
+            assert trainer.resume(Path(folder) / str(number)).step == at
+            held = trainer.memory()
+            ends[-1].append(end_of(trainer, go_on(trainer, batches[at:])) | {"held": held})
+    return ends
 
 
 def assert_same_end(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -32,6 +32,20 @@ def dropout_net() -> nn.Sequential:
     )  # fmt: skip
 
 
+def tied_net() -> nn.Sequential:
+    """One weight in four places, two of them in a row, and a bias in three."""
+    torch.manual_seed(3)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    ties = [nn.Linear(6, 6) for _ in range(3)]
+    for tie in ties:
+        tie.weight = first.weight
+    ties[2].bias = last.bias = ties[1].bias
+    return nn.Sequential(
+        first, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), ties[0], ties[1], nn.Tanh(), last, nn.ReLU(),
+        ties[2],
+    )  # fmt: skip
+
+
 def job_of(model: str) -> tuple[nn.Sequential, list[Batch]]:
     if model == "cnn":
         return cnn(), image_batches(7, rows=8, last_rows=5)

@@ -80,6 +80,10 @@ def oracle(case: Architecture, method: str, trainer: offbeat.Trainer) -> nn.Modu
 
 METHODS = ["synchronous", "pipedream", "stale-weights"]
 
+ALONE = {("t5", "stale-weights")}
+"""One weight in two stages, which the later one sees as it came: tie_oracle.py says what that is,
+where these oracles know one value of a weight."""
+
 
 def case_of(name: str, *more: str) -> Any:
     return pytest.param(name, *more, marks=[] if name in QUICK else pytest.mark.long)
@@ -89,7 +93,9 @@ CASES = [
     case_of(name, method)
     for name in EVERY
     for method in METHODS
-    if f"{name} {method}" not in refused() and f"{name} all" not in refused()
+    if f"{name} {method}" not in refused()
+    and f"{name} all" not in refused()
+    and (name, method) not in ALONE
 ]
 
 

@@ -27,6 +27,7 @@ from checkpoint_jobs import (
     METHODS,
     STEPS,
     THREE_PHASES,
+    Job,
     adamw,
     assert_same_end,
     example_of,
@@ -37,11 +38,13 @@ from checkpoint_jobs import (
     interrupted_all,
     job_of,
     names_in,
+    resume_all,
+    save_all,
     stopped,
     unpunctual,
 )
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
-from offbeat.averaging import CO2, Averaging, DaSGD
+from offbeat.averaging import CO2, AllReduce, Averaging, DaSGD
 from offbeat.checkpoints import Resumed, load_weights, tensorfile
 from offbeat.checkpoints.folder import MANIFEST, Found
 from offbeat.corrections import (
@@ -166,6 +169,56 @@ def test_replicas_in_processes_resume_with_the_same_bits(tmp_path: Path) -> None
     for of_rank in launch(interrupted_all, 4, str(tmp_path), jobs, timeout_s=100):
         for ours, theirs in of_rank:
             assert_same_end(ours, theirs)
+
+
+IN_ROWS: list[Job] = [
+    ("dropout", DSP(), 3, {"stages": 3}),
+    ("cnn", THREE_PHASES, 5, {"stages": 3}),  # with losses owed from the drain in between
+    ("dropout", StaleWeights(), 6, {
+        "stages": 3, "corrections": [Predict(horizon="fitted")],
+        "guards": offbeat.Guards(every=2), "monitor": Monitor(every=2, probe=True),
+    }),
+]  # fmt: skip
+WITH_REPLICAS: list[Job] = [
+    ("dropout", method, 5, {"stages": 2, "replicas": 2, "averaging": averaging})
+    for method, averaging in (
+        (THREE_PHASES, DaSGD(every=3, delay=2)),
+        (StaleWeights(), AllReduce(compress="int8")),
+    )
+]
+OF_ALL_METHODS: list[Job] = [
+    (("cnn", "dropout")[n % 2], method, 4 + n % 3, {"stages": 3})
+    for n, method in enumerate(METHODS)
+]
+OF_ALL_AVERAGINGS: list[Job] = [
+    ("dropout", ADL(2), 5, {"stages": 2, "replicas": 2, "averaging": averaging})
+    for averaging in AVERAGINGS
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("jobs", "layouts"),
+    [
+        pytest.param(IN_ROWS, (1, 2, 3), id="stages"),
+        pytest.param(WITH_REPLICAS, (1, 2, 4), id="replicas"),
+        pytest.param(OF_ALL_METHODS, (1, 2, 3), id="methods", marks=pytest.mark.long),
+        pytest.param(OF_ALL_AVERAGINGS, (1, 2, 4), id="averagings", marks=pytest.mark.long),
+    ],
+)
+def test_what_one_layout_saves_any_other_resumes(
+    tmp_path: Path, jobs: list[Job], layouts: tuple[int, ...]
+) -> None:
+    """So many processes save, and so many others go on, each as if it had not been interrupted."""
+    folders = {processes: str(tmp_path / str(processes)) for processes in layouts}
+    expected = {n: launch(save_all, n, folders[n], jobs, timeout_s=200) for n in layouts}
+    for processes in layouts:
+        others = [folder for n, folder in folders.items() if n != processes]
+        by_rank = launch(resume_all, processes, others, jobs, timeout_s=200)
+        for theirs, found in zip(expected[processes], by_rank, strict=True):
+            for of_layout in found:
+                for one, other in zip(of_layout, theirs, strict=True):
+                    assert_same_end(one, other)
 
 
 def test_whoever_is_early_waits_until_all_have_cleared_up(tmp_path: Path) -> None:
@@ -774,10 +827,14 @@ def test_rates_come_from_the_checkpoint_and_can_be_changed_then(
         assert rates == [pytest.approx(0.6 / (1 + s.version) if settings else 0.6) for s in stages]
 
 
-def test_a_checkpoint_of_more_processes_is_refused(tmp_path: Path) -> None:
-    launch(interrupted_all, 2, str(tmp_path), [("cnn", DSP(), 3, {"stages": 2})], timeout_s=60)
-    with pytest.raises(ConfigurationError, match="a number of processes of 2, .* has 1"):
-        fresh("cnn", DSP(), stages=2).resume(tmp_path / "0")
+def test_a_manifest_that_does_not_say_who_held_what_is_refused(tmp_path: Path) -> None:
+    save_all(str(tmp_path), [("cnn", DSP(), 3, {"stages": 2})])
+    (file,) = tmp_path.glob("*/*/manifest.json")
+    manifest, _ = disk.unsealed(file.read_bytes())
+    for damaged in ({"placement": 3}, {"placement": [[0]]}, {"placement": None, "processes": 3}):
+        disk.write(file, disk.sealed(manifest | damaged))
+        with pytest.raises(ConfigurationError, match="does not say which of its processes held"):
+            fresh("cnn", DSP(), stages=2).resume(tmp_path / "0")
 
 
 # ------------------------------------------------------------------ files

@@ -97,12 +97,13 @@ PRIVATES: dict[str, str] = {
     "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
     "averaging/moments.py: like._optimizer_step_pre_hooks": _HOOKS,
     "cutting/ends.py: module._buffers": _BUFFERS,
-    "engines/shares.py: mean._saved_target": _SAVED,
-    "engines/shares.py: mean._saved_total_weight": _SAVED,
-    "engines/shares.py: node._saved_reduction": _SAVED,
+    "engines/means.py: mean._saved_target": _SAVED,
+    "engines/means.py: mean._saved_total_weight": _SAVED,
+    "engines/means.py: node._saved_reduction": _SAVED,
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,
     "stages/network.py: tensor._version": _VERSION,
+    "stages/relay.py: tie._version": _VERSION,
     "stages/runner.py: tensor._version": _VERSION,
     "stages/versions.py: self.tensor._version": _VERSION,
     "stages/versions.py: tensor._version": _VERSION,
@@ -224,6 +225,7 @@ def test_exported_names() -> None:
         "__version__",
         "launch",
         "seed_for",
+        "untie",
     ]
     assert {*offbeat.__all__, "corrections", "methods"} <= set(dir(offbeat))  # for the tab key
     for name in offbeat.__all__:

@@ -166,6 +166,7 @@ def in_processes(folder: str) -> list[Any]:
     ends = [entry.end_s for entry in ledger]
     assert ends == sorted(ends)
     assert len(ledger.parts()) == 3
+    trainer.save(folder, wait=True)
     return [counts, facts(ledger)]
 
 
@@ -178,3 +179,7 @@ def test_processes_keep_a_file_each(tmp_path: Path) -> None:
     for counts, rows in found:
         assert counts == expected
         assert rows == facts(trainer.ledger)
+    again = trainer_for(tiny(), ADL(accumulate=2), stages=3)
+    assert again.resume(tmp_path).step == 701
+    assert facts(again.ledger) == facts(trainer.ledger)
+    assert [dict(again.ledger.tally()[0, stage].lags) for stage in range(3)] == expected

@@ -178,7 +178,7 @@ STRANGE: list[Any] = [
 ARGUMENTS = [
     "model", "loss", "optimizer", "method", "corrections", "monitor", "stages", "cuts", "ppv",
     "balance", "replicas", "averaging", "scheduler", "clip", "seed", "autocast", "guards", "engine",
-    "compile", "timeout", "when_replica_dies", "faults",
+    "compile", "timeout", "when_replica_dies", "faults", "weight",
 ]  # fmt: skip
 
 

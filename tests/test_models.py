@@ -126,19 +126,11 @@ def test_every_block_gets_the_arguments_that_the_model_gives_it() -> None:
     assert_same_bits(found.state_dict(), expected.state_dict())
 
 
-class Ties(jobs.Tower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outlet = nn.Linear(6, 6)
-        self.outlet.weight = self.inlet.weight
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (Skips, "Skips cannot run in stages: parameter 'inlet.weight'.* is used behind the blocks"),
         (Doubles, "what block 0 returned is not only given to the next blocks"),
-        (Ties, "'inlet.weight' is also 'outlet.weight'.*tie_word_embeddings"),
     ],
 )
 def test_blocks_that_are_no_chain_are_refused(kind: type[nn.Module], words: str) -> None:
@@ -791,17 +783,11 @@ class Looks(Tower):
         return torch.stack([block(hidden) for block in self.blocks]).mean(0)
 
 
-class CallsTwice(Tower):
-    def behind(self, hidden: Tensor) -> Tensor:
-        return super().behind(hidden) + self.inlet(torch.zeros(6)).sum()  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (Divides, "Divides cannot run in stages: parameter 'inlet.weight'.* behind the blocks"),
         (Looks, "used behind the blocks, where only that of the last one is known"),
-        (CallsTwice, "'inlet.weight' is used before the blocks and once they have begun.*Untie"),
     ],
 )
 @pytest.mark.parametrize("settings", [{"stages": 2}, {"cuts": ["blocks.1"]}], ids=str)
@@ -924,32 +910,6 @@ def test_what_cannot_be_traced_gets_words() -> None:
         trained(Chooses(), images(1), StaleWeights(), cuts=["first"])
     with pytest.raises(ConfigurationError, match="'frist' is not a module of this Branches"):
         trained(Branches(), [], StaleWeights(), cuts=["frist"])
-
-
-class Shares(Branches):
-    """Uses a parameter of its own in two stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(self.first(self.stem(x) * self.gain))
-        logits: Tensor = self.head(self.second(hidden * self.gain).mean((2, 3)))
-        return logits
-
-
-def test_a_traced_parameter_used_in_two_stages_gets_words() -> None:
-    words = r"parameter 'gain' of this Shares is used in stages 0 and 1.*cut so that"
-    with pytest.raises(ConfigurationError, match=words):
-        trained(Shares(), images(1), StaleWeights(), cuts=["first"])
-
-
-def test_a_frozen_traced_parameter_used_in_two_stages_may_become_a_buffer() -> None:
-    model = Shares()
-    model.gain.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match=r"'gain'.*if it is never trained, make it a buf"):
-        trained(model, images(1), StaleWeights(), cuts=["first"])
 
 
 def test_a_traced_model_keeps_the_modes_of_its_modules() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import jobs
 import offbeat
 import oracles
-from helpers import OPTIMIZERS, assert_same_bits
+from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, vector_batches
 from jobs import counted_tokens, padded_batches, token_loss, token_net, weighted_trainer
 from offbeat.averaging import AllReduce, DaSGD, LocalSGD
 from offbeat.errors import BatchError, ConfigurationError
@@ -426,6 +426,75 @@ def test_a_function_that_counts_something_else_is_named_once(caplog: Any) -> Non
     caplog.clear()
     train(BATCHES, GPipe(4))
     assert not caplog.records
+
+
+def info_nce(output: Tensor, y: Tensor) -> Tensor:
+    rows = nn.functional.normalize(output, dim=1)
+    return nn.functional.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(y)).flip(0))
+
+
+def batch_hard(output: Tensor, y: Tensor) -> Tensor:
+    apart = (output[:, None] - output).square().sum(2)
+    same = (y[:, None] == y) & ~torch.eye(len(y), dtype=torch.bool)
+    return (apart.masked_fill(~same, 0).amax(1) - apart.masked_fill(same, 1e9).amin(1) + 1).mean()
+
+
+def with_spread(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, y) + 0.1 * output.var(0).mean()
+
+
+def smooth(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, y, label_smoothing=0.1)
+
+
+def distilled(output: Tensor, y: Tensor) -> Tensor:
+    target = nn.functional.one_hot(y, 4).double().softmax(1)
+    return nn.functional.kl_div(output.log_softmax(1), target, reduction="batchmean")
+
+
+def squares(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, nn.functional.one_hot(y, 4).double())
+
+
+@pytest.mark.parametrize(
+    "method", [GPipe(2), ADL(2), DSP(accumulate=2, backward="current")], ids=str
+)
+@pytest.mark.parametrize(
+    ("loss", "compares"),
+    [
+        (info_nce, True),
+        (batch_hard, True),
+        (with_spread, True),
+        (lambda o, y: squares(o, y).sqrt(), True),
+        (squares, False),
+        (smooth, False),
+        (distilled, False),
+        (lambda o, y: nn.functional.nll_loss(o.log_softmax(1), y), False),
+        (lambda o, y: (o.abs() ** 1.5).mean(), False),
+    ],
+)
+def test_a_loss_that_compares_rows_is_named_and_called_no_more_often(
+    loss: Any, compares: bool, method: Any, caplog: Any
+) -> None:
+    calls = 0
+
+    def counted(output: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        term: Tensor = loss(output, y)
+        return term
+
+    states = []
+    for weight in (None, "rows"):
+        calls = 0
+        trainer = trained(
+            mlp(), vector_batches(3, 12), method, cuts=[2, 4], loss=counted, weight=weight
+        )
+        assert calls == 6
+        states.append(trainer.state_dict())
+    assert_same_bits(states[0], states[1])
+    named = [record.message for record in caplog.records if "compares the rows" in record.message]
+    assert len(named) == compares
 
 
 # ------------------------------------------------------------------------- stopping and going on

@@ -257,7 +257,7 @@ def in_two_stages(kind: str = "overlapping") -> nn.Sequential:
     return nn.Sequential(one, nn.Linear(6, 6), other)
 
 
-ACROSS = "'0.weight' and '2.weight'.*the same memory.*stages 0 and 2 update their own.*one stage"
+ACROSS = "'0.weight' and '2.weight'.*the same memory.*stages 0 and 2 update their own.*both modules"
 
 
 @pytest.mark.parametrize("method", LAGGING, ids=str)

@@ -33,7 +33,14 @@ from helpers import (
     trainer_for,
     vector_batches,
 )
-from jobs import counted_tokens, padded_batches, token_loss, token_net, weighted_trainer
+from jobs import (
+    counted_tokens,
+    padded_batches,
+    tied_net,
+    token_loss,
+    token_net,
+    weighted_trainer,
+)
 from offbeat import nest, transport
 from offbeat.app.build import optimizer_factory
 from offbeat.app.experiment import Experiment
@@ -49,7 +56,18 @@ from offbeat.corrections import (
 from offbeat.engines import checks, streams
 from offbeat.errors import ConfigurationError, GuardError, StageError
 from offbeat.guards import Guards
-from offbeat.methods import ADL, DSP, METHODS, RULES, Phases, PipeDream, StaleWeights, Synchronous
+from offbeat.methods import (
+    ADL,
+    DGL,
+    DSP,
+    METHODS,
+    RULES,
+    Phases,
+    PipeDream,
+    PipeDream2BW,
+    StaleWeights,
+    Synchronous,
+)
 from offbeat.optimizers import Muon
 from offbeat.records.ledger import Ledger
 from offbeat.rng import seeded
@@ -276,6 +294,14 @@ def test_every_method_gives_the_serial_bits(method: Any) -> None:
 def test_rules_accumulation_clipping_and_short_batches(method: Any) -> None:
     """Micro-batches of two sizes, and a short batch that never comes again."""
     compare(cnn(), image_batches(20, rows=13, last_rows=7), method, cuts=[3, 6], clip=0.5)
+
+
+@pytest.mark.parametrize("method", [m for m in RESUMED_METHODS if not isinstance(m, DGL)], ids=str)
+def test_weights_of_several_stages_give_the_serial_bits(method: Any) -> None:
+    batches = vector_batches(16, rows=24, dtype=torch.float32)  # all parts in whole vectors
+    trainer = compare(tied_net(), batches, method, cuts=[2, 5])
+    if not isinstance(method, PipeDream2BW | Phases):
+        assert all(replays(runner) > 10 for runner in runners_of(trainer))
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: c.name)

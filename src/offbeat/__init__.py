@@ -24,6 +24,7 @@ _HOME = {
     "Schedule": "schedules.schedule",
     "Table": "schedules.table",
     "seed_for": "rng",
+    "untie": "cutting.sharing",
     "OffbeatError": "errors",
     **dict.fromkeys(_METHODS, "methods"),
 }
@@ -32,6 +33,7 @@ _MODULES = ("averaging", "corrections", "errors", "faults", "guards", "methods",
 """Modules that ``import offbeat`` is enough for."""
 
 if TYPE_CHECKING:
+    from offbeat.cutting.sharing import untie as untie
     from offbeat.engines.evaluation import Evaluation as Evaluation
     from offbeat.engines.launcher import launch as launch
     from offbeat.errors import OffbeatError as OffbeatError

@@ -8,13 +8,22 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Nest = Any
+
+
+class Bundle(NamedTuple):
+    """What a stage is given, and weights of earlier stages that it or a later one uses."""
+
+    given: Nest
+    ties: dict[str, Tensor]
+
+
 _KNOWN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -50,6 +59,13 @@ def stranger(nest: Nest) -> Any:
     if isinstance(nest, (tuple, list)):
         return next((found for part in nest if (found := stranger(part)) is not None), None)
     return None if nest is None or isinstance(nest, _KNOWN) else nest
+
+
+def copied(nest: Nest) -> Nest:
+    """The same in memory of its own, but for weights, which nobody writes."""
+    if isinstance(nest, Bundle):
+        return Bundle(copied(nest.given), nest.ties)
+    return replace(nest, lambda tensor: tensor.clone())
 
 
 def split(nest: Nest, parts: int) -> list[Nest]:
@@ -92,6 +108,8 @@ def to_words(nest: Nest, number: Callable[[Tensor], int]) -> Any:
     if kind in (tuple, torch.Size):
         name = "tuple" if kind is tuple else "size"
         return {name: [to_words(part, number) for part in nest]}
+    if kind is Bundle:
+        return {"bundle": [to_words(part, number) for part in nest]}
     if kind in (dict, Counter):
         name = "dict" if kind is dict else "counter"
         pairs = nest.items()
@@ -121,6 +139,8 @@ def from_words(words: Any, tensors: Sequence[Tensor]) -> Nest:
     if kind in ("tuple", "size"):
         parts = (from_words(part, tensors) for part in inner)
         return tuple(parts) if kind == "tuple" else torch.Size(parts)
+    if kind == "bundle":
+        return Bundle(*(from_words(part, tensors) for part in inner))
     if kind in ("dict", "counter"):
         pairs = {from_words(key, tensors): from_words(part, tensors) for key, part in inner}
         return pairs if kind == "dict" else Counter(pairs)

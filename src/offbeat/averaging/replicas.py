@@ -68,11 +68,11 @@ class Replicas:
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """A module's weights and buffers themselves, by name; what has two names by the first."""
-    seen: set[int] = set()
+    own = set(map(id, [*module.parameters(), *module.buffers()]))  # an earlier stage may own others
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in seen:
-            seen.add(id(value))
+        if id(value) in own:
+            own.discard(id(value))
             state[name] = value
     return state
 

@@ -12,7 +12,13 @@ import torch
 
 from offbeat import __version__
 from offbeat.checkpoints import drained, exact, tensorfile
-from offbeat.checkpoints.facts import compare_facts, compare_models, describe_model, facts_of
+from offbeat.checkpoints.facts import (
+    compare_facts,
+    compare_models,
+    describe_model,
+    facts_of,
+    placement_of,
+)
 from offbeat.checkpoints.folder import (
     DATA,
     FORMAT,
@@ -97,6 +103,8 @@ class Archive:
             "threads": torch.get_num_threads(),
             "data": data is not None,
             **facts_of(pipeline),
+            "processes": self._engine.size,
+            "placement": self._engine.placement.ranks,
             "model": describe_model(pipeline.cut.model),
         }
         ours = self._locks[folder], self._known.setdefault(folder, set())
@@ -194,7 +202,8 @@ class Archive:
         if manifest.get("kind") == "drained":
             stages = range(int(manifest.get("stages", 0)))
             return [drained.model_of(manifest), *(file_of(0, stage) for stage in stages), *shared]
-        facts = facts_of(self._pipeline)
-        if any(manifest.get(name) != facts[name] for name in ("processes", "stages", "replicas")):
+        facts, saved = facts_of(self._pipeline), placement_of(manifest)
+        differs = any(manifest.get(name) != facts[name] for name in ("stages", "replicas"))
+        if saved is None or differs:
             return shared  # refused later, in words of its own
-        return [*exact.own_files(self._engine.placement), *shared]
+        return [*exact.files_for(self._engine.placement, saved), *shared]

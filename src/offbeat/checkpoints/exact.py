@@ -1,6 +1,9 @@
 """Exact checkpoints: all that a worker holds between two steps, what is in flight included."""
 
 import time
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.checkpoints import tensorfile
-from offbeat.checkpoints.facts import Manifest, facts_of
+from offbeat.checkpoints.facts import Manifest, facts_of, placement_of
 from offbeat.checkpoints.folder import file_of
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST
@@ -16,6 +19,9 @@ from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.placement import Placement
 from offbeat.engines.worker import Target, Worker
 from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.guards import Updates
+from offbeat.records.ledger import Ledger
+from offbeat.records.readings import Readings
 from offbeat.rng import generator_states, set_generators
 from offbeat.stages.snapshot import apart, on_device
 from offbeat.transport.base import Gathered, Key
@@ -89,10 +95,34 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def files_for(placement: Placement, saved: Placement) -> list[str]:
+    """What a process reads of a checkpoint; ``saved``: who held what when it was written."""
+    names = [*own_files(placement), *map(partial(_first_file, saved), _holders(placement, saved))]
+    if placement.stages_here[-1] not in saved.listeners:
+        names += [file_of(replica, saved.stages - 1) for replica in placement.replicas_here]
+    return list(dict.fromkeys(names))
+
+
+def _holders(placement: Placement, saved: Placement) -> list[int]:
+    """The processes that held what is here now."""
+    here = [(r, k) for r in placement.replicas_here for k in placement.stages_of(r)]
+    return list(dict.fromkeys(saved.ranks[replica][stage] for replica, stage in here))
+
+
+def _first_file(saved: Placement, rank: int) -> str:
+    """That which has the state of its process."""
+    return own_files(replace(saved, rank=rank))[0]
+
+
 def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
-    engine, device = pipeline.engine, pipeline.setup.device
-    states = [tensorfile.read(path / name) for name in own_files(engine.placement)]
-    process = states[0]["process"]
+    engine, device, placement = pipeline.engine, pipeline.setup.device, pipeline.engine.placement
+    saved = placement_of(manifest)
+    assert saved is not None
+    files = {name: tensorfile.read(path / name) for name in files_for(placement, saved)}
+    processes: dict[int, State] = {
+        rank: files[_first_file(saved, rank)]["process"] for rank in _holders(placement, saved)
+    }
+    rank, process = next(iter(processes.items()))
     if not pipeline.is_built:
         pipeline.build(on_device({"first": process["first"]}, device)["first"])
     cuts = facts_of(pipeline)["cuts"]
@@ -102,29 +132,82 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
             f" cuts at {cuts}: give cuts={manifest['cuts']}."
         )
     pipeline.discard()
-    pipeline.position.load(on_device(process["place"], device))
-    shift_s = process["clock"] - (time.time() - time.perf_counter()) + _pause_s(engine, process)
+    owed = _owed(placement, saved, processes)
+    pipeline.position.load(on_device({**process["place"], "owed": owed}, device))
+    now, pause_s = time.time() - time.perf_counter(), _pause_s(engine, processes.values())
+    shifts_s = {rank: one["clock"] - now + pause_s for rank, one in processes.items()}
     with engine.between_steps():
-        for worker, state in zip(engine.workers, states, strict=True):
+        for worker in engine.workers:
+            replica, stage = worker.stage.replica, worker.stage.index
+            state = files[file_of(replica, stage)]
+            kept = [message for message in state["messages"] if message[0][0] != "loss"]
+            if stage in placement.listeners:
+                told = stage if stage in saved.listeners else saved.stages - 1
+                kept += _losses(files[file_of(replica, told)], stage)
             pipeline.follow(worker, *state["began_at"])
-            _restore_worker(worker, state, device, shift_s)
+            shift_s = shifts_s[saved.ranks[replica][stage]]
+            _restore_worker(worker, {**state, "messages": kept}, device, shift_s)
     pipeline.models.hide()
-    engine.ledger.go_on_from(process["ledger"].numpy().tobytes(), shift_s)
-    if "older" in process:  # an earlier version kept all in memory
-        engine.ledger.take_older(process["older"], path.parent, shift_s)
+    if len(processes) == 1 and own_files(placement) == own_files(replace(saved, rank=rank)):
+        engine.ledger.go_on_from(_bytes_of(process["ledger"]), shifts_s[rank])
+        engine.ledger.take_older(process.get("older"), path.parent, shifts_s[rank])
+        engine.readings.go_on_from(_bytes_of(process["readings"]))
+        engine.updates.go_on_from(_bytes_of(process["updates"]))
+    else:
+        _gather_records(engine, processes, shifts_s, path.parent)
     engine.ledger.keep_in(path.parent)
-    engine.readings.go_on_from(process["readings"].numpy().tobytes())
-    engine.updates.go_on_from(process["updates"].numpy().tobytes())
     set_generators(process["generators"], device)
 
 
-def _pause_s(engine: Engine, process: State) -> float:
+def _losses(state: State, listener: int) -> list[Any]:
+    """The losses that a stage was told and nobody has taken, for whichever is told now."""
+    found = [(key, loss) for key, loss in state["messages"] if key[0] == "loss"]
+    return [[(what, listener, *rest), loss] for (what, _, *rest), loss in found]
+
+
+def _owed(placement: Placement, saved: Placement, processes: dict[int, State]) -> list[Any]:
+    """Losses that nobody has been given yet, of every replica here."""
+    found = []
+    for replica in placement.replicas_here:
+        rank = saved.ranks[replica][placement.stages_here[0]]
+        number = replace(saved, rank=rank).replicas_here.index(replica)
+        owed = processes[rank]["place"]["owed"]
+        # An earlier version kept the mean of the replicas of a process.
+        found.append([one if isinstance(one, Tensor) else one[number] for one in owed])
+    return [list(same) for same in zip(*found, strict=True)]
+
+
+def _gather_records(
+    engine: Engine, processes: dict[int, State], shifts: dict[int, float], folder: Path
+) -> None:
+    """What was written down of the stages here, wherever they were."""
+    here = {(worker.stage.replica, worker.stage.index) for worker in engine.workers}
+    ledgers = [Ledger.from_bytes(_bytes_of(one["ledger"])).only(here) for one in processes.values()]
+    for ledger, one in zip(ledgers, processes.values(), strict=True):
+        ledger.take_older(one.get("older"), folder, only=here)
+    readings = [Readings.from_bytes(_bytes_of(one["readings"])) for one in processes.values()]
+    merged = Ledger.merged(ledgers, shifts.values())
+    engine.ledger.go_on_from(merged.to_bytes())
+    engine.ledger.take_older(merged.older(), folder)
+    engine.readings.go_on_from(Readings.merged(readings).only(here).to_bytes())
+    updates = Updates()
+    for one in processes.values():
+        updates.add_bytes(_bytes_of(one["updates"]))
+    engine.updates.go_on_from(updates.only(here).to_bytes())
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _pause_s(engine: Engine, processes: Iterable[State]) -> float:
     """How long nobody trained, the same in all processes: the ledger goes on without it."""
-    if "saved" not in process:  # by an earlier version
+    saved = [process["saved"] for process in processes if "saved" in process]
+    if not saved:  # by an earlier version
         return 0.0
-    moments = engine.meet("moment", [process["saved"], time.time()])
-    saved, now = map(max, zip(*(each for each in moments if each is not LOST), strict=True))
-    return max(0.0, float(now - saved))
+    moments = engine.meet("moment", [max(saved), time.time()])
+    last, now = map(max, zip(*(each for each in moments if each is not LOST), strict=True))
+    return max(0.0, float(now - last))
 
 
 def _worker_state(worker: Worker) -> State:

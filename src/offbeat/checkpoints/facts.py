@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.engines.pipeline import Pipeline
+from offbeat.engines.placement import Placement
 from offbeat.engines.setup import describe
 from offbeat.errors import ConfigurationError
 from offbeat.stages.state import STATE_FORMAT
@@ -19,7 +20,6 @@ Manifest = dict[str, Any]
 _WORDS = {
     "stages": "a number of stages of",
     "replicas": "a number of replicas of",
-    "processes": "a number of processes of",
     "layers": "layers of digest",
     "torch": "PyTorch",
     "threads": "a number of threads of",
@@ -42,7 +42,6 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
         "monitor": describe(setup.monitor),
         "guards": describe(setup.guards),
         "compile": setup.compile,
-        "processes": pipeline.engine.size,
         "seed": pipeline.seed,
         "clip": setup.clip,
         "autocast": None if setup.autocast is None else str(setup.autocast),
@@ -66,6 +65,21 @@ def _digest_layers(model: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def placement_of(manifest: Manifest) -> Placement | None:
+    """Where the stages of an exact checkpoint were; None if it does not say."""
+    stages, replicas, rows = (manifest.get(n) for n in ("stages", "replicas", "placement"))
+    if not isinstance(stages, int) or not isinstance(replicas, int):
+        return None
+    if rows is None:  # an earlier version had one stage or all of them in a process
+        size = manifest.get("processes")
+        whole = size in (1, stages * replicas)
+        return Placement.across(stages, replicas, size, 0) if whole and size else None
+    whole = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    if not whole or [len(row) for row in rows] != [stages] * replicas:
+        return None
+    return Placement(tuple(map(tuple, rows)), 0)
+
+
 def compare_models(path: Path, manifest: Manifest, model: nn.Module) -> None:
     """Refuses a checkpoint of another model."""
     ours, theirs = describe_model(model), manifest["model"]
@@ -79,6 +93,12 @@ def compare_models(path: Path, manifest: Manifest, model: nn.Module) -> None:
 
 def compare_facts(path: Path, manifest: Manifest, pipeline: Pipeline) -> None:
     """Refuses an exact checkpoint of other settings; warns where only bits may differ."""
+    if {"stages", "replicas"} <= manifest.keys() and placement_of(manifest) is None:
+        raise ConfigurationError(
+            f"{path} does not say which of its processes held which stages (placement, or processes"
+            " in those of an older version): its manifest has been changed, or damaged. Resume from"
+            " another checkpoint."
+        )
     for name, value in facts_of(pipeline).items():
         stored = manifest.get(name, _MISSING)
         if name == "cuts" and value is None:

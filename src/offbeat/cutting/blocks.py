@@ -176,13 +176,19 @@ class _Body:
             return copies[id(module)]
         # As copy.copy(), which parametrized modules refuse; without what model.compile() has made.
         state: dict[str, Any] = dict(nn.Module.__getstate__(module))
+        parameters, buffers = dict(state["_parameters"]), state["_buffers"]
+        strange = {
+            id(parameter): self._strange[id(parameter)]
+            for key, parameter in parameters.items()
+            if id(parameter) in self._strange
+            and (self._first or (id(module), key) not in self._ends.lent)
+        }
         for key, value in state.items():
             if type(value) is list:  # such as the weights of an nn.LSTM in their order
-                state[key] = [self._strange.get(id(part), part) for part in value]
-        parameters, buffers = dict(state["_parameters"]), state["_buffers"]
+                state[key] = [strange.get(id(part), part) for part in value]
         for key, parameter in state["_parameters"].items():
-            if id(parameter) in self._strange:
-                state[key] = self._strange[id(parameters.pop(key))]
+            if id(parameter) in strange:
+                state[key] = strange[id(parameters.pop(key))]
         # Else the very dict: a forward that assigns a buffer anew assigns the model's.
         if (id(module) in self._ends.early_buffers) != self._first:
             for key, buffer in buffers.items():

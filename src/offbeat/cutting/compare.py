@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from offbeat import nest
-from offbeat.cutting.sharing import Sharing
+from offbeat.cutting.sharing import Sharing, share
 from offbeat.errors import ConfigurationError, OffbeatError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.trial import Whole, leave_untouched, outputs_of, same_values, switch_mode
@@ -27,6 +27,7 @@ def compare_with_whole(
     model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, lend: Loan
 ) -> None:
     """Refuses stages that do not compute what the whole model does, and remember it alike."""
+    stages = share(model, stages)
     _refuse_other_outputs(model, stages, batch, name)
     with lend():  # zeros at the start hide what is used
         _refuse_other_outputs(model, stages, batch, name)

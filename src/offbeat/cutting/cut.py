@@ -3,13 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from torch import nn
 
 from offbeat.cutting.costs import cut_by_count
-from offbeat.cutting.sharing import Sharing
+from offbeat.cutting.sharing import Sharing, share
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import require_count
 from offbeat.nest import Nest
@@ -80,13 +80,16 @@ class Cut(ABC):
         """The same cut with its stages made. ``balance`` chooses the places that nobody gave."""
         if not self.needs_batch:
             return self
-        cut = self.make(batch, balance)
-        cut.sharing().refuse_ties()
-        return cut
+        return self.make(batch, balance).with_ties()
 
     def make(self, batch: Nest, balance: Balance) -> "Cut":
         """What ``decide`` does in ways that cannot make the stages without a batch."""
         raise NotImplementedError
+
+    def with_ties(self) -> Self:
+        """The same cut, in which stages that share weights pass them on to each other."""
+        self.sharing().refuse_means()
+        return replace(self, modules=share(self.model, self.modules))
 
     def sharing(self) -> Sharing:
         """Which stages use each parameter and buffer."""

@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat import nest
-from offbeat.cutting.sharing import Sharing
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
 from offbeat.stages.trial import call, same_values, switch_mode
@@ -29,6 +28,8 @@ class Ends:
     """Of the list of blocks."""
     early_weights: set[int] = field(default_factory=set)
     """What the blocks are called with depends on."""
+    lent: set[tuple[int, str]] = field(default_factory=set)
+    """Those of them, by module and name, whose values the last stage needs, too."""
     early_modules: set[int] = field(default_factory=set)
     """Those that have run to their end before the first block."""
     early_buffers: set[int] = field(default_factory=set)
@@ -51,7 +52,7 @@ def find_ends(model: nn.Module, path: str, x: Nest) -> Ends:
         watch = _Watch(model, path, buffers)
         with watch.attached(), buffers.attached(), watch.uses:
             watch.output = call(model, x)
-    watch.divide().refuse_tied_ends()
+    watch.divide()
     buffers.divide(watch.ends)
     return watch.ends
 
@@ -155,8 +156,8 @@ class _Watch:
         if not self._begun:
             self.ends.early_modules.add(id(module))
 
-    def divide(self) -> Sharing:
-        """Says which weights and modules are early; who uses these weights: 0, early, 1, later.
+    def divide(self) -> None:
+        """Says which weights and modules are early, and what of that is used later, too.
 
         What this batch does not use lies before the blocks or behind them as it is registered.
         """
@@ -177,13 +178,16 @@ class _Watch:
                 self.ends.early_modules.add(id(module))
                 self.ends.early_buffers.add(id(module))
         self.ends.early_weights = early
-        sharing = Sharing(self._model)
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if id(parameter) in early:
-                sharing.note(parameter, 0, name)
-                if id(parameter) in late:
-                    sharing.note(parameter, 1, name)
-        return sharing
+        for parameter in (p for p in self._model.parameters() if id(p) in early & late):
+            holders = [
+                (id(module), key)
+                for module in self._model.modules()
+                for key, own in module.named_parameters(recurse=False, remove_duplicate=False)
+                if own is parameter
+            ]
+            # A module that has run before the blocks needs it only if no other has it.
+            apart = [place for place in holders if place[0] not in self.ends.early_modules]
+            self.ends.lent.update(apart or holders)
 
 
 class _BufferWatch:

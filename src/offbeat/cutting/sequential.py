@@ -52,7 +52,7 @@ class SequentialCut(Cut):
             return cut.at(check_places(numbers, len(layers)))
         if wish.ppv is not None:
             return cut.at(check_places(_place_layers(layers, wish.ppv), len(layers)))
-        Sharing.among(model, layers).refuse_ties("layers")  # wherever the cuts will be
+        Sharing.among(model, layers).refuse_means("layers")  # wherever the cuts will be
         return cut
 
     def make(self, batch: Nest, balance: Balance) -> "SequentialCut":

@@ -1,10 +1,13 @@
 """Which parameters and buffers more than one stage uses. Only this file answers that.
 
-Stages update their own weights and write their own buffers, in processes of their own perhaps.
-Two stages that use one tensor would each have their own idea of it, so such cuts are refused.
+Stages update their own weights and write their own buffers, in processes of their own perhaps. A
+weight that several use belongs to the first of them, and the others get what it has read
+(:class:`offbeat.stages.relay.Relay`); where it is frozen each has its own. A buffer that one of
+them writes the others would not see, so such cuts are refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -12,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from offbeat import nest
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
+from offbeat.stages.relay import Relay
 from offbeat.stages.trial import call, leave_untouched, same_values, switch_mode
 from offbeat.stages.versions import overlapping
 
@@ -46,36 +50,21 @@ class Sharing:
             if len(self.uses(tensor)) > 1:
                 yield name, tensor, self.uses(tensor)
 
-    def refuse_ties(self, kind: str = "stages") -> None:
-        """Refuses parameters of two stages, and running means, which every training forward writes.
+    def refuse_means(self, kind: str = "stages") -> None:
+        """Refuses running means of two stages, which every forward of training writes.
 
         ``kind``: "layers", while it is not known which layers will be one stage.
         """
         norms = [m for m in self._model.modules() if isinstance(m, _NormBase) and m.training]
         means = {id(norm.running_mean) for norm in norms}
         for name, tensor, uses in self.common():
-            if isinstance(tensor, nn.Parameter) or id(tensor) in means:
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "running mean"
-                frozen = what == "parameter" and not tensor.requires_grad
+            if id(tensor) in means:
                 raise ConfigurationError(
-                    f"{what} {name!r} of this {type(self._model).__name__} is used in {kind}"
-                    f" {_list(uses)}: stages update their own, so one {what} cannot belong to two."
-                    " Untie it, or cut so that all its uses fall into one stage"
-                    f"{', or, if it is never trained, make it a buffer' * frozen}."
+                    f"running mean {name!r} of this {type(self._model).__name__} is used in {kind}"
+                    f" {_list(uses)}: stages write their own, so one running mean cannot belong to"
+                    " two. Give each a norm of its own, or cut so that all its uses fall into one"
+                    " stage."
                 )
-
-    def refuse_tied_ends(self) -> None:
-        """Refuses parameters used by both ends of a model: 0 is before the blocks, 1 later."""
-        for _, _, uses in self.common():
-            first, later = uses[0][0], uses[1][-1]
-            again = "is used before the blocks and once they have begun"
-            if first != later:
-                again = f"is also {later!r}, which is used once the blocks have begun"
-            raise ConfigurationError(
-                f"parameter {first!r} {again}: stages update their own weights, so one parameter"
-                " cannot belong to two. Untie it (Hugging Face:"
-                " config.tie_word_embeddings = False)."
-            )
 
     def refuse_written_buffers(self, batch: Nest) -> None:
         """Refuses buffers of two stages that a forward of training writes; any may read them."""
@@ -115,8 +104,53 @@ class Sharing:
                 f"{one!r} and {other!r} are two parameters in the same memory, and {why}, so that"
                 " an update of one would no longer reach the other. Give each its own:"
                 " nn.Parameter(view.clone()). If they are to be one weight, assign one nn.Parameter"
-                " to both modules, and cut so that both fall into one stage."
+                " to both modules."
             )
+
+
+def share(model: nn.Module, stages: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """The stages, of which those that share weights pass them on to each other."""
+    uses = {
+        name: (tensor, sorted(uses))
+        for name, tensor, uses in Sharing.among(model, stages).common()
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    }
+    found: list[nn.Module] = []
+    for stage, module in enumerate(stages):
+        ties = {name: tensor for name, (tensor, users) in uses.items() if stage in users}
+        owned = [name for name, (_, users) in uses.items() if stage == users[0]]
+        arriving = [name for name, (_, users) in uses.items() if users[0] < stage <= users[-1]]
+        leaving = [name for name, (_, users) in uses.items() if users[0] <= stage < users[-1]]
+        if owned or arriving:
+            module = Relay(module, ties, owned, arriving, leaving)
+        found.append(module)
+    return tuple(found)
+
+
+def untie(model: nn.Module) -> nn.Module:
+    """Gives every use of a shared weight a weight of its own, beginning at the same values.
+
+    In place, before there is an optimizer or a trainer. What ties them anew, as ``tie_weights()``
+    of a Hugging Face model does when it is loaded, has to be told not to.
+    """
+    _untie(model, set())
+    return model
+
+
+def _untie(module: nn.Module, seen: set[int]) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if id(parameter) in seen:
+            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(module, name, own)
+        seen.add(id(parameter))
+    for name, child in list(module.named_modules(remove_duplicate=False)):
+        if not name or "." in name:
+            continue
+        if id(child) in seen and any(True for _ in child.parameters()):
+            child = deepcopy(child)
+            setattr(module, name, child)
+        seen.add(id(child))
+        _untie(child, seen)
 
 
 def _tensors_of(module: nn.Module, *, once: bool) -> list[tuple[str, Tensor]]:

@@ -21,7 +21,6 @@ from offbeat.cutting.balance import cut_by_costs
 from offbeat.cutting.compare import compare_with_whole, find_loan
 from offbeat.cutting.costs import count_between
 from offbeat.cutting.cut import Balance, Cut, Wish
-from offbeat.cutting.sharing import Sharing
 from offbeat.errors import BatchError, ConfigurationError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.attributes import Change, hook_of
@@ -174,18 +173,17 @@ def _record(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
             f"cuts={list(paths)} make {pipe.num_stages} stages in the order in which the modules"
             " are called: give each path once, in that order."
         )
-    _refuse_shared(model, pipe)
+    _undo_copies(model, pipe)
     return _route(pipe, list(settings))
 
 
-def _refuse_shared(model: nn.Module, pipe: Any) -> None:
-    """Torch has made copies of a parameter that two stages use."""
-    sharing = Sharing(model)
-    for users in pipe.replicated_params:
-        name = next(iter(users.values()))
-        for part in users:
-            sharing.note(model.get_parameter(name), int(part.rpartition("_")[2]), name)
-    sharing.refuse_ties()
+def _undo_copies(model: nn.Module, pipe: Any) -> None:
+    """Torch has given each stage a copy of a parameter that several use."""
+    for part, name in (user for users in pipe.replicated_params for user in users.items()):
+        owner, _, key = name.rpartition(".")
+        setattr(
+            pipe.split_gm.get_submodule(part).get_submodule(owner), key, model.get_parameter(name)
+        )
 
 
 class _Stage(nn.Module):

@@ -24,7 +24,5 @@ def plan_cut(
     for way in WAYS:
         cut = way.plan(wish)
         if cut is not None:
-            if not cut.needs_batch:
-                cut.sharing().refuse_ties()
-            return cut
+            return cut if cut.needs_batch else cut.with_ties()
     raise TypeError(f"no way to cut a {type(model).__name__}")

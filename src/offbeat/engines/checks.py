@@ -225,14 +225,15 @@ def checked_loss(loss: Loss) -> Loss:
 
 
 def checked_weight(weight: Count | Literal["rows"] | None, model: nn.Module) -> Weight:
-    if weight is not None and weight != "rows" and not callable(weight):
+    rows = isinstance(weight, str) and weight == "rows"
+    if weight is not None and not rows and not callable(weight):
         raise ConfigurationError(
             f"weight={weight!r}: give a function weight(x, y) that says how much a part of a batch"
             " counts, as in weight=lambda x, y: (y != -100).sum(), or 'rows'."
         )
     return Weight(
         function=weight if callable(weight) else None,
-        asked_for_rows=weight == "rows",
+        asked_for_rows=rows,
         shifted=shifts_labels(model),
     )
 

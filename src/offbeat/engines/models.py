@@ -202,8 +202,8 @@ def _trained_elsewhere(cut: Cut, here: Collection[int]) -> Iterator[tuple[Tensor
     """Weights and buffers of other stages; what is frozen is the same everywhere."""
     modules = [m for stage in here for m in cut.modules[stage].modules()]
     # Stages may also have tensors of others as plain attributes, such as constants.
-    own = {id(t) for m in modules for t in chain(m.parameters(False), vars(m).values())}
-    own |= {id(buffer) for module in modules for buffer in module.buffers()}
+    own = {id(t) for module in modules for t in vars(module).values()}
+    own |= {id(t) for k in here for m in [cut.modules[k]] for t in [*m.parameters(), *m.buffers()]}
     kinds: dict[tuple[int, type], type] = {}
     for stage, module in enumerate(cut.modules):
         weights = (p for p in module.parameters() if p.requires_grad)

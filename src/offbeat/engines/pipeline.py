@@ -24,6 +24,7 @@ from offbeat.methods import Method
 from offbeat.nest import Nest
 from offbeat.schedules.schedule import Schedule
 from offbeat.stages.fill import Fill
+from offbeat.stages.relay import Relay
 from offbeat.stages.versions import weights_set_to
 from offbeat.transport.base import Key
 
@@ -77,6 +78,8 @@ class Pipeline:
         placement = self.engine.placement
         self.first = batch
         self.cut = self.cut.decide(batch, self._balance)
+        if any(method.local_losses for method, _ in self._phases):
+            self._refuse_ties()
         self.cut.sharing().refuse_overlaps(
             in_turn=self.setup.is_synchronous and self.engine.runs_in_turn,
             copies=len(placement.replicas_here) > 1,
@@ -91,6 +94,16 @@ class Pipeline:
                 stage.corrector.refuse_unfit(max(lags), stage.optimizers)
         if self.when_built is not None:
             self.when_built()
+
+    def _refuse_ties(self) -> None:
+        for stage, module in enumerate(self.cut.modules):
+            if isinstance(module, Relay) and module.owned:
+                raise ConfigurationError(
+                    f"weight {module.owned[0]!r} of stage {stage} is used by later stages too, and"
+                    f" with losses of their own ({self.setup.course.method}) no gradient comes back"
+                    " from them. Give each stage a weight of its own: offbeat.untie(model); or"
+                    " choose another method."
+                )
 
     @property
     def _balance(self) -> Balance:
@@ -128,7 +141,7 @@ class Pipeline:
                 self._read_monitors()
             self.position.advance()
             late = len(self.position.awaited) - schedule.loss_delay
-            return self._take_loss() if late > 0 else None
+            return _mean(self._take_losses()) if late > 0 else None
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -154,6 +167,13 @@ class Pipeline:
 
     def flush(self) -> list[Tensor]:
         """Drains the pipe and returns the losses still owed; replicas take their average."""
+        self.drain()
+        owed, self.position.owed = self.position.owed, []
+        with self.stopping_on_error(), self.engine.between_steps():
+            return list(map(_mean, owed))
+
+    def drain(self) -> None:
+        """Flushes for a reason of our own: the user's next flush hands out the losses."""
         self.models.hide()
         with self.following(), self.stopping_on_error(), torch.enable_grad():
             for worker in self.engine.workers:
@@ -162,13 +182,9 @@ class Pipeline:
             self.engine.run()
             self.position.step_in_fill = 0
             self.replicas.settle()
-            owed, self.position.owed = self.position.owed, []
             with self.engine.between_steps():
-                return owed + [self._take_loss() for _ in range(len(self.position.awaited))]
-
-    def drain(self) -> None:
-        """Flushes for a reason of our own: the user's next flush hands out the losses."""
-        self.position.owed = self.flush()
+                while self.position.awaited:
+                    self.position.owed.append(self._take_losses())
 
     def _enter_next_phase(self) -> None:
         updates = self._phases[self.position.phase][1]
@@ -193,11 +209,8 @@ class Pipeline:
                 for what, value in stage.corrector.readings(stage.version):
                     self.engine.readings.record(what, *where, value)
 
-    def _take_loss(self) -> Tensor:
-        """The oldest loss not handed out yet; every process is told, and all are told the same.
-
-        Of several replicas in this process it is the mean.
-        """
+    def _take_losses(self) -> list[Tensor]:
+        """The oldest not handed out yet of every replica here, of which every process is told."""
         numbers, last = self.position.awaited.popleft(), self.cut.stages - 1
         losses: list[Tensor] = []
         for worker in self.engine.workers:
@@ -205,7 +218,7 @@ class Pipeline:
                 keys = [Key("loss", worker.stage.index, n, last) for n in numbers]
                 terms = [worker.transport.receive(key) for key in keys]
                 losses.append(terms[0] if len(terms) == 1 else torch.stack(terms).sum())
-        return losses[0] if len(losses) == 1 else mean_of(losses)
+        return losses
 
     # ---------------------------------------------------------------- weights
 
@@ -337,3 +350,7 @@ class Pipeline:
                 self.stopped = f"{type(error).__name__}: {error}".splitlines()[0]
                 self.engine.report(error)
             raise
+
+
+def _mean(losses: Sequence[Tensor]) -> Tensor:
+    return losses[0] if len(losses) == 1 else mean_of(losses)

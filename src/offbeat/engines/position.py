@@ -20,8 +20,8 @@ class Position:
     steps_in_phase: int = 0
     awaited: deque[range] = field(default_factory=deque)
     """Micro-batches of the batches whose loss has not been handed out, oldest first."""
-    owed: list[Tensor] = field(default_factory=list)
-    """Losses of a drain that the user did not ask for, until the user's own flush."""
+    owed: list[list[Tensor]] = field(default_factory=list)
+    """Losses, of every replica here, of a drain that the user did not ask for, until their own."""
 
     def advance(self) -> None:
         self.step += 1
@@ -46,3 +46,5 @@ class Position:
         for name, value in state.items():
             setattr(self, name, value)
         self.awaited = deque(range(start, stop) for start, stop in state["awaited"])
+        # An earlier version kept their mean.
+        self.owed = [[one] if isinstance(one, Tensor) else list(one) for one in state["owed"]]

@@ -4,10 +4,9 @@ A loss is a mean, and a mean of means is that of the whole only if each counts w
 where rows are equal, otherwise labels, tokens, or what ``Trainer(weight=)`` says.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isclose, nan
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,14 +21,10 @@ from offbeat.transport.base import Key
 if TYPE_CHECKING:
     from offbeat.engines.pipeline import Pipeline
 
-log = logging.getLogger("offbeat")
-
 Count = Callable[[Nest, Nest], Any]
 """``count(x, y)`` of a batch, or of a part of one, is a number."""
 IGNORED = -100
 """The label that counts nothing, as in PyTorch's cross entropy and Hugging Face's models."""
-_NEAR = 1e-5
-"""How far sums of weights per class may be apart by rounding."""
 _SHIFTED = (None, "ForCausalLM", "ForConditionalGeneration")
 """Hugging Face's kinds of loss (``loss_type``) that compare a place with the next one's label."""
 
@@ -187,75 +182,3 @@ def _totals_of_all(pipeline: "Pipeline", totals: Sequence[float]) -> list[float]
         transport.gather(key, [torch.tensor([total], dtype=torch.float64)])
     *_, gathered = [transport.receive(key) for transport in transports]
     return [float(part) for (part,) in gathered.parts]
-
-
-# ------------------------------------------------------------------------- looking
-
-
-class Means:
-    """Compares what parts count with what PyTorch's cross entropy has taken its mean over.
-
-    On a GPU, where to ask is to wait, in the first step alone.
-    """
-
-    def __init__(self, *, together: bool) -> None:
-        """``together``: replicas average gradients."""
-        self._together = together
-        self._batch = -1
-        self._ratios: dict[int, float] = {}
-        """Of each cross entropy in the loss: its targets by what the first part counts."""
-        self._warned = False
-
-    def look_at(self, batch: int, loss: Tensor, portion: Portion) -> None:
-        """``loss``: of the next part of a batch, with its graph."""
-        if self._warned or not portion.amount:
-            return
-        if batch != self._batch:
-            self._batch, self._ratios = batch, {}
-        for number, mean in enumerate(_means_in(loss)):
-            weights = mean._saved_total_weight
-            total = float(weights)
-            expected = []
-            if portion.scale != 1.0:  # one of several parts
-                ratio = self._ratios.setdefault(number, total / portion.amount)
-                expected.append(portion.amount * ratio)
-            if portion.kind == "labels":
-                expected.append(portion.amount)
-            elif portion.kind == "rows" and self._together:
-                expected.append(mean._saved_target.numel())
-            near = max(_NEAR, torch.finfo(weights.dtype).eps)
-            if not all(isclose(total, one, rel_tol=near) for one in expected):
-                self._say(total, portion)
-                return
-
-    def _say(self, total: float, portion: Portion) -> None:
-        words = (
-            f"the loss of a part of this batch is a mean over {total:g} targets (some labels are"
-            f" ignored, or classes weigh differently), and the part counts {portion.amount:g}"
-            f" ({portion.kind}), so that the parts together would not be the loss of the batch."
-        )
-        if portion.kind == "function":
-            self._warned = True
-            log.warning("%s Correct weight=. Later parts are not looked at.", words)
-            return
-        raise BatchError(
-            f"{words} Give Trainer(weight=lambda x, y: (y != {IGNORED}).sum()), or what else counts"
-            " its targets; weight='rows' goes by rows all the same."
-        )
-
-
-_PASSED = ("Add", "Sub", "Mul", "Div", "ToCopy", "Reshape", "View", "Squeeze", "Clone")
-
-
-def _means_in(loss: Tensor) -> Iterator[Any]:
-    """The cross entropies that a loss is made of, so far as they are means."""
-    nodes: list[Any] = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None:
-            continue
-        if node.name().startswith("NllLoss"):
-            if node._saved_reduction == 1:
-                yield node
-        elif node.name().startswith(_PASSED):
-            nodes += [before for before, _ in node.next_functions]

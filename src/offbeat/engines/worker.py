@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from offbeat.averaging.averager import Averager, Task
+from offbeat.engines.means import Means
 from offbeat.engines.setup import Setup
-from offbeat.engines.shares import Means, Portion
+from offbeat.engines.shares import Portion
 from offbeat.errors import BatchError
 from offbeat.guards import Guard
 from offbeat.nest import Nest
@@ -155,12 +156,11 @@ class Worker:
     def _look_at(self, loss: Tensor, batch: int, version: int, portion: Portion) -> None:
         self.guard.look_at(loss, batch, version)
         work = self.stage.flights.in_air[batch].work
-        graph = None if work is None else work.loss
         # To ask a GPU is to wait for it: in the first step alone.
         cheap = self.stage.device.type == "cpu" or self.step == 0
-        if self._means is not None and graph is not None and cheap:
+        if self._means is not None and work is not None and cheap:
             number = (batch - self._first_batch) // self._fill.micro_batches
-            self._means.look_at(number, graph, portion)
+            self._means.look_at(number, work, portion)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch

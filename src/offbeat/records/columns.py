@@ -3,7 +3,7 @@
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -69,6 +69,11 @@ class Columns(Generic[Entry]):
         """The entries of one stage of one replica."""
         places = zip(self.column("stage"), self.column("replica"), strict=True)
         return (self[index] for index, place in enumerate(places) if place == (stage, replica))
+
+    def only(self, places: Collection[tuple[int, int]]) -> Self:
+        """The entries of some stages, each named by its replica and number."""
+        found = zip(self, self.column("replica"), self.column("stage"), strict=True)
+        return type(self)(entry for entry, *place in found if tuple(place) in places)
 
     def to_bytes(self) -> bytes:
         """All entries, column by column, for a reader that can trust the writer's numbers."""

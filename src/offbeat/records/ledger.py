@@ -3,7 +3,7 @@
 import heapq
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 from offbeat.errors import ConfigurationError, StorageError
 from offbeat.records import rows
 from offbeat.records.columns import Columns
-from offbeat.records.tally import Line, Tally
+from offbeat.records.tally import Counts, Line, Tally
 from offbeat.schedules.table import Kind
 
 Event = Kind | Literal["S", "A", "M"]
@@ -97,18 +97,27 @@ class Ledger(Columns[Entry]):
 
     def older(self) -> dict[str, Any]:
         """What :meth:`to_bytes` leaves out: counts of older actions, and where they are."""
-        parts = [part.words() for part in self._own_parts()]
+        parts = [part.words() for part in self.parts()]
         return {"counts": self._older.words(), "dropped": self._dropped, "parts": parts}
 
     def take_older(
-        self, words: dict[str, Any], folder: Path | None = None, shift_s: float = 0.0
+        self,
+        words: dict[str, Any] | None,
+        folder: Path | None = None,
+        shift_s: float = 0.0,
+        only: Collection[Line] | None = None,
     ) -> None:
-        """Takes over what :meth:`older` gave; ``folder``: where the files may be now."""
-        self._older, self._dropped, self._file = Tally.of(words["counts"]), words["dropped"], None
-        for line in self._older.values():
-            line.shift(shift_s)
+        """Takes over what :meth:`older` gave, or nothing, as from an earlier version.
+
+        ``folder``: where the files may be now. ``only``: of these lines.
+        """
+        words = words or {"counts": [], "dropped": 0, "parts": []}
+        self._older, self._file = Tally.of(words["counts"], only), None
+        self._dropped = words["dropped"]
+        for counts in self._older.values():
+            counts.shift(shift_s)
         parts = [rows.Part(**part) for part in words["parts"]]
-        self._parts = [[part.moved(folder, shift_s) for part in parts]]
+        self._parts = [[part.moved(folder, shift_s, only) for part in parts]]
 
     def tally(self) -> Tally:
         """Counts of all actions, per stage."""
@@ -308,7 +317,7 @@ class Ledger(Columns[Entry]):
         recent = Tally() if since else Tally.of(self._older.words())
         skipped = max(0, since - self._older.rows)
         recent.add([column[skipped:] for column in self._arrays])
-        lines = [recent.get((replica, stage), Line()) for stage in range(stages)]
+        lines = [recent.get((replica, stage), Counts()) for stage in range(stages)]
         first, last = min(line.first_s for line in lines), max(line.last_s for line in lines)
         return [line.work_s / (last - first) if last > first else 0.0 for line in lines]
 

@@ -9,13 +9,14 @@ import hashlib
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from offbeat.records import disk
+from offbeat.records.tally import Line
 
 FORM = "biqqdddi"
 _ROW = struct.Struct("<" + FORM)
@@ -32,6 +33,8 @@ class Part:
     """Of these rows."""
     shift_s: float = 0.0
     """To be added to its times."""
+    only: Sequence[Sequence[int]] | None = None
+    """The lines of which it has all that there is to read, by replica and stage; None: all."""
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         left = self.rows
@@ -45,14 +48,21 @@ class Part:
                 for kind, stage, batch, version, start, end, loss, replica in _ROW.iter_unpack(
                     data[: rows * _ROW.size]
                 ):
+                    if self.only is not None and [replica, stage] not in self.only:
+                        continue
                     times = start + self.shift_s, end + self.shift_s
                     yield (kind, stage, batch, version, *times, loss, replica)
 
-    def moved(self, folder: Path | None, shift_s: float) -> "Part":
+    def moved(
+        self, folder: Path | None, shift_s: float, only: Collection[Line] | None = None
+    ) -> "Part":
         """As it is now: where its folder may have been moved, and on another clock."""
         path = self.path if folder is None else str(folder / Path(self.path).name)
         path = path if os.path.exists(path) else self.path
-        return replace(self, path=path, shift_s=self.shift_s + shift_s)
+        lines = self.only
+        if only is not None:
+            lines = [list(one) for one in only if lines is None or list(one) in lines]
+        return replace(self, path=path, shift_s=self.shift_s + shift_s, only=lines)
 
     def words(self) -> dict[str, Any]:
         return asdict(self)

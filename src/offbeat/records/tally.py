@@ -9,8 +9,12 @@ from typing import Any
 F, B, U, A, M = map(ord, "FBUAM")
 
 
+Line = tuple[int, int]
+"""Replica and stage."""
+
+
 @dataclass
-class Line:
+class Counts:
     """Of one stage of one replica."""
 
     rows: int = 0
@@ -58,15 +62,13 @@ class Line:
         self.arrived_s = {number: moment + by_s for number, moment in self.arrived_s.items()}
 
 
-class Tally(dict[tuple[int, int], Line]):
-    """Lines by replica and stage."""
-
+class Tally(dict[Line, Counts]):
     def add(self, columns: Iterable[Iterable[Any]]) -> None:
         """``columns``: those of a ledger."""
         for kind, stage, batch, version, start_s, end_s, _, replica in zip(*columns, strict=True):
             line = self.get((replica, stage))
             if line is None:
-                line = self[replica, stage] = Line()
+                line = self[replica, stage] = Counts()
             line.add(kind, batch, version, start_s, end_s)
 
     @property
@@ -81,13 +83,13 @@ class Tally(dict[tuple[int, int], Line]):
         ]
 
     @classmethod
-    def of(cls, words: list[Any], only: Collection[tuple[int, int]] | None = None) -> "Tally":
+    def of(cls, words: list[Any], only: Collection[Line] | None = None) -> "Tally":
         """``only``: of these lines."""
         tally = cls()
         for replica, stage, facts in words:
             if only is None or (replica, stage) in only:
                 values = facts | {name: dict(facts[name]) for name in _BY_NUMBER}
-                line = Line(**values | {"lags": Counter(values["lags"])})
+                line = Counts(**values | {"lags": Counter(values["lags"])})
                 tally[replica, stage] = line
                 line.waiting = list(line.waiting)
         return tally

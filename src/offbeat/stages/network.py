@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -19,6 +20,7 @@ from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
+from offbeat.stages.relay import Relay
 from offbeat.stages.versions import SavedTensors, leaves_of
 
 Loss = Callable[[Nest, Nest], Tensor]
@@ -52,13 +54,22 @@ class Network:
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.of_model = sum(p.requires_grad for p in module.parameters())
         """How many of these, from the first on, are the model's; the rest are the head's."""
+        self.shared = module.own_weights() if isinstance(module, Relay) else []
+        """Those that later stages use, too: their values are part of what is sent."""
+        self.keeps_place = False
+        """Whether updates write where the weights lie, so that what is sent has to be a copy."""
         self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
         self.names.update(names)
         """What parameters are called in messages."""
         self._own = {id(parameter) for parameter in self.parameters}
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
-        self._compiled = Compiled(index, module) if compile else module
+        self._compiled: Callable[[Nest], Nest] = module
+        self._is_compiled = compile
+        if compile and isinstance(module, Relay):
+            self._compiled = partial(module.run, Compiled(index, module.module))
+        elif compile:
+            self._compiled = Compiled(index, module)
         self._loss = loss
         self._seed = seed
         self._autocast = autocast
@@ -70,7 +81,7 @@ class Network:
         """Which weights a backward sees; None where they are the same anyway."""
         self.local_loss = fill.local_loss
         self._shrink = shrink
-        compiled = self.modules if isinstance(self._compiled, Compiled) else ()
+        compiled = self.modules if self._is_compiled else ()
         self.habits.inspected = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
@@ -168,7 +179,7 @@ class Network:
         """
         passed = given
         if self.habits.inputs_changed is not False:
-            passed = nest.replace(given, lambda t: t.clone())
+            passed = nest.copied(given)
             inputs = nest.tensors(passed)
         before = [tensor._version for tensor in inputs]
         # Compiled code would hide its operations from the inspection of a first graph.
@@ -236,7 +247,10 @@ class Network:
             wanted = tensor.requires_grad or (
                 self.rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
             )
-            return without_holes(tensor.detach()).requires_grad_(needed and wanted)
+            values = tensor.detach()
+            if isinstance(tensor, nn.Parameter):  # .data, since an update leaves these values alone
+                values = tensor.data.clone() if self.keeps_place else tensor.data
+            return without_holes(values).requires_grad_(needed and wanted)
 
         return nest.replace(output, sent)
 

@@ -108,6 +108,7 @@ class Recorded:
         self._forget_recordings()
         # Where a forward or backward asks for weights by name, recordings cannot follow.
         self._static = self.records and not fill.kept_versions and not corrector.rewinds
+        stage.network.keeps_place = self._static
         # A backward that runs no forward again leaves alone what a forward writes, so that the two
         # need not wait for each other; without a lag they are one after the other anyway.
         apart = (
@@ -294,7 +295,7 @@ class Recorded:
         self.records = False
         if not self._taken:
             self.show_gradients()
-            self._static = False
+            self._static = self._stage.network.keeps_place = False
             self._forget_recordings()
         warnings.warn(
             f"stage {self._stage.index} runs unrecorded, on its own stream but without CUDA graphs,"

@@ -73,7 +73,8 @@ class Stage:
         self.flights.clear()
         self.corrector.begin(fill, self.optimizers)
         lends_other_weights = self.corrector.predicts or self.corrector.rewinds
-        if not fill.plain and (fill.kept_versions or fill.rule == "stash" or lends_other_weights):
+        moves = fill.kept_versions or fill.rule == "stash" or self.network.shared
+        if not fill.plain and (moves or lends_other_weights):
             self._refuse_overlapping()  # weights will move
             give_each_its_own(self.parameters)
         self.network.begin(fill, fill.shrink * self.corrector.shrinkage)
@@ -202,11 +203,13 @@ class Stage:
             self.old_versions[self.version] = move_to_fresh_storage(self.trainable)
             for version in [v for v in self.old_versions if v <= self.version - kept]:
                 del self.old_versions[version]
-        elif self.rule == "stash":
+        elif self.rule == "stash" or self.network.shared:
             needed: set[nn.Parameter] = set()
             for flight in self.flights.in_air.values():
                 if flight.work is not None and not flight.lent and flight.version == self.version:
-                    needed |= flight.work.graph.weights
+                    needed.update(self.network.shared)  # later stages have not done with it
+                    if self.rule == "stash":
+                        needed |= flight.work.graph.weights
             move_to_fresh_storage([p for p in self.trainable if p in needed])
 
     def _count_versions(self) -> None:

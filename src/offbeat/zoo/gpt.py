@@ -18,9 +18,8 @@ def gpt(
 ) -> nn.Sequential:
     """``[embedding, block, ..., block, norm, head]``: tokens (rows, context) to logits over tokens.
 
-    The head is not tied to the embedding: stages update their own weights, and the two sit at
-    opposite ends. Weights start as GPT-2's: deviation 0.02, that of the layers which write into the
-    residual stream divided by the root of their number, biases zero.
+    The head is not tied to the embedding. Weights start as GPT-2's: deviation 0.02, that of the
+    layers which write into the residual stream divided by the root of their number, biases zero.
 
     Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 

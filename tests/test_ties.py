@@ -1,0 +1,394 @@
+"""Weights that several stages use: they belong to the first, and every rule keeps its promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jobs
+import offbeat
+import tie_oracle
+from checkpoint_jobs import METHODS, assert_same_end, interrupted, interrupted_all
+from helpers import (
+    OPTIMIZERS,
+    Batch,
+    assert_same_bits,
+    plain_loop,
+    trained,
+    trainer_for,
+    vector_batches,
+)
+from offbeat import nest
+from offbeat.averaging import LocalSGD
+from offbeat.checkpoints import tensorfile
+from offbeat.errors import ConfigurationError, IncompleteModel, StageError
+from offbeat.methods import (
+    ADL,
+    DGL,
+    DSP,
+    FDG,
+    GPipe,
+    Method,
+    PipeDream,
+    PipeDream2BW,
+    StaleWeights,
+    Synchronous,
+)
+
+CUTS = ([2], [2, 5], [2, 5, 7])
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    return jobs.tied_net().to(dtype)
+
+
+def batches(count: int = 6, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    return vector_batches(count, rows=8, dtype=dtype)
+
+
+# ------------------------------------------------------------------ zero lag
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize(("parts", "clip"), [(1, None), (4, None), (3, 0.5)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_without_lag_the_bits_are_those_of_a_plain_loop(
+    optimizer: str, parts: int, clip: float | None, cuts: list[int]
+) -> None:
+    model, data = network(torch.float32), batches(dtype=torch.float32)
+    steps = OPTIMIZERS[optimizer]
+    expected, _ = plain_loop(model, data, steps, micro_batches=parts, clip=clip)
+    method = Synchronous() if parts == 1 else GPipe(parts)
+    ours = trained(model, data, method, steps, cuts=cuts, clip=clip)
+    assert_same_bits(ours.state_dict(), dict(expected.state_dict()))
+
+
+# ------------------------------------------------------------------ with lag, by hand
+
+
+def one_way(stages: int, stage: int) -> int:
+    return stages - 1 - stage
+
+
+def both_ways(stages: int, stage: int) -> int:
+    return 2 * (stages - 1 - stage)
+
+
+Lag = Callable[[int, int], int]
+CASES: dict[str, tuple[Method, str, Lag, int]] = {
+    "pipedream": (PipeDream(), "stash", one_way, 1),
+    "pipedream-4": (PipeDream(accumulate=4), "stash", one_way, 4),
+    "pipedream-current": (PipeDream(backward="current"), "current", one_way, 1),
+    "stale-weights": (StaleWeights(), "current", both_ways, 1),
+    "stale-weights-4": (StaleWeights(accumulate=4), "current", both_ways, 4),
+    "stale-weights-recompute": (StaleWeights(backward="recompute"), "recompute", both_ways, 1),
+    "dsp-4": (DSP(accumulate=4), "recompute", both_ways, 4),
+    "adl": (ADL(4), "stash", both_ways, 4),
+    "fdg": (FDG(beta=0.7), "stash", both_ways, 1),
+    "pipedream-2bw": (PipeDream2BW(accumulate=4), "stash", one_way, 4),
+}
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule_equals_its_oracle(name: str, optimizer: str, cuts: list[int]) -> None:
+    method, rule, lag, parts = CASES[name]
+    model, data, count = network(), batches(), len(cuts) + 1
+
+    def read(stage: int, i: int) -> int:
+        if isinstance(method, PipeDream2BW):
+            return max(0, i // parts - 1)
+        return max(0, i - lag(count, stage)) // parts
+
+    ends = [0, *cuts, len(model)]
+    stages = [model[a:b] for a, b in pairwise(ends)]
+    expected = tie_oracle.train(
+        stages, data, nn.functional.cross_entropy, OPTIMIZERS[optimizer], rule=rule, read=read,
+        parts=parts, beta=0.7 if name == "fdg" else 1.0,
+    )  # fmt: skip
+    ours = trained(model, data, method, OPTIMIZERS[optimizer], cuts=cuts).state_dict()
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        # float64: rules and lags differ by 1e-7 and more, rounding by 1e-15.
+        torch.testing.assert_close(ours[key], expected[id(parameter)], rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------ any way to cut
+
+
+class Recurs(nn.Module):
+    """Recurrent layers keep their weights in a list of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.lstm(x.unsqueeze(1))[0].squeeze(1)
+        return output
+
+
+class Recurrent(nn.Sequential):
+    def __init__(self) -> None:
+        first, last = Recurs(), Recurs()
+        last.lstm.weight_hh_l0 = first.lstm.weight_hh_l0
+        last.lstm.weight_ih_l0 = first.lstm.weight_ih_l0
+        super().__init__(first, nn.Tanh(), last)
+
+
+class Ties(jobs.Tower):
+    """The weight of one end is that of the other, and a block's is another block's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet = nn.Linear(6, 6)
+        self.outlet.weight = self.inlet.weight
+        self.blocks[3].linear.weight = self.blocks[0].linear.weight  # type: ignore[union-attr]
+
+
+class CallsTwice(jobs.Tower):
+    """A module of one end works at the other as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = super().forward(x) + self.inlet(torch.zeros(6)).sum()
+        return logits
+
+
+class Multiplies(jobs.Tower):
+    """The other end uses the weight and calls nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.inlet.weight
+
+
+class Shares(nn.Module):
+    """No list of blocks, and a parameter of its own in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+        self.stem, self.first, self.second = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(self.stem(x) * self.gain))
+        logits: Tensor = self.second(hidden * self.gain) * self.gain
+        return logits
+
+
+MODELS: dict[type[nn.Module], list[Any]] = {
+    Recurrent: [1],
+    Ties: ["blocks.1", "blocks.3"],
+    CallsTwice: ["blocks.2"],
+    Multiplies: ["blocks.1", "blocks.2"],
+    Shares: ["first", "second"],
+}
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model = kind()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # the plain loop draws its numbers elsewhere
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_cut_has_the_bits_of_a_plain_loop(kind: type[nn.Module], parts: int) -> None:
+    data = batches(dtype=torch.float32)
+    expected, _ = plain_loop(made(kind), data, micro_batches=parts)  # type: ignore[arg-type]
+    method = Synchronous() if parts == 1 else GPipe(parts)
+    ours = trained(made(kind), data, method, cuts=MODELS[kind])  # type: ignore[arg-type]
+    assert_same_bits(ours.state_dict(), dict(expected.state_dict()))
+    if kind is Shares and parts > 1:  # a record takes one shape
+        return
+    assert ours.evaluate(data).loss == pytest.approx(loss_of(expected, data), rel=1e-6)
+
+
+def loss_of(model: nn.Module, data: list[Batch]) -> float:
+    model.eval()
+    with torch.no_grad():
+        losses = [float(nn.functional.cross_entropy(model(x), y)) for x, y in data]
+    return sum(losses) / len(losses)
+
+
+# ------------------------------------------------------------------ what reads and stores weights
+
+
+def test_the_newest_are_evaluated_and_have_all_their_names() -> None:
+    data = batches(dtype=torch.float32)
+    trainer = trainer_for(network(torch.float32), StaleWeights(), cuts=[2, 5, 7])
+    for x, y in data:
+        trainer.step(x, y)
+    state = trainer.state_dict()
+    assert list(state) == list(trainer.model.state_dict())
+    assert state["0.weight"] is state["9.weight"]
+    model = network(torch.float32)
+    model.load_state_dict(state)
+    assert trainer.evaluate(data).loss == pytest.approx(loss_of(model, data), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if not isinstance(m, DGL)], ids=str)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, method: Method) -> None:
+    assert_same_end(*interrupted(tmp_path / "one", "ties", method, 6, cuts=[2, 5]))
+    if isinstance(method, StaleWeights):
+        settings = {"replicas": 2, "averaging": LocalSGD(2)}
+        assert_same_end(*interrupted(tmp_path / "two", "ties", method, 6, cuts=[2, 5], **settings))
+
+
+def wide(width: int = 64) -> nn.Sequential:
+    """Two uses of one weight with little between them."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, width), last)
+
+
+@pytest.mark.parametrize("rule", ["stash", "current", "recompute"])
+def test_a_version_in_transit_is_stored_once(tmp_path: Path, rule: Any) -> None:
+    method = StaleWeights(accumulate=4, backward=rule)
+    trainer = trainer_for(wide(), method, cuts=[1, 2, 3, 4])
+    for _ in range(6):
+        trainer.step(torch.randn(4, 64), torch.randint(64, (4,)))
+    path = trainer.save(tmp_path, wait=True)
+    state = tensorfile.read(path / "replica-0-stage-1.safetensors")
+    works = [flight["work"] for flight in state["stage"]["flights"]]
+    inputs = [nest.tensors([work["given"], work["leaves"], work["saved"]]) for work in works]
+    values = [t for of_work in inputs for t in of_work if t.shape == (64, 64)]
+    numbers = [flight["batch"] for flight in state["stage"]["flights"]]
+    entries = [entry for entry in trainer.ledger if (entry.kind, entry.stage) == ("F", 0)]
+    read = {entry.version for entry in entries if entry.batch in numbers}
+    assert len(works) == 6 > len(read) == 2
+    assert len({tensor.data_ptr() for tensor in values}) == len(read)
+
+
+# ------------------------------------------------------------------ refused, or for nothing
+
+
+def test_without_gradients_from_later_stages_ties_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"weight '0.weight' of stage 0.*untie"):
+        trained(network(), batches(1), DGL(), cuts=[2, 5])
+
+
+def test_a_forward_that_writes_a_tied_weight_is_refused() -> None:
+    def model() -> nn.Sequential:
+        first, last = nn.Embedding(6, 6, max_norm=0.5), nn.Linear(6, 6)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Flatten(), nn.Linear(36, 6), last)
+
+    data = [(torch.arange(6).repeat(4, 1), torch.arange(4))]
+    with pytest.raises(StageError, match="writes into a weight that several stages use"):
+        trained(model(), data, StaleWeights(), cuts=[2])
+
+
+def test_a_module_that_keeps_a_reference_of_its_own_is_refused() -> None:
+    class Keeps(nn.Linear):
+        def tie(self, weight: nn.Parameter) -> Keeps:
+            self.weight = weight
+            self.kept = [weight]
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.kept[0]
+
+    model = network(torch.float32)
+    model[5] = Keeps(6, 6).tie(model.get_parameter("0.weight"))
+    with pytest.raises(StageError, match=r"'0.weight' belongs to an earlier stage"):
+        trained(model, batches(1, torch.float32), Synchronous(), cuts=[2, 5])
+
+
+def test_a_frozen_weight_is_every_stage_s_own() -> None:
+    model, data = network(torch.float32), batches(dtype=torch.float32)
+    model[0].weight.requires_grad_(False)
+    ours = trained(model, data, StaleWeights(), cuts=[4])
+    state = ours.state_dict()
+    assert torch.equal(state["0.weight"], model.get_parameter("0.weight"))
+    sent = ours._engine.workers[0].stage.network.shared
+    assert not sent
+
+
+# ------------------------------------------------------------------ without
+
+
+def test_untied_every_use_has_a_weight_of_its_own() -> None:
+    shared = nn.Linear(6, 6)
+    model = nn.Sequential(network(torch.float32), shared, nn.Tanh(), shared)
+    x = torch.randn(3, 6)
+    before, tied = model(x), dict(model.named_parameters(remove_duplicate=False))
+    assert offbeat.untie(model) is model
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert list(parameters) == list(tied)
+    assert len(set(map(id, parameters.values()))) == len(parameters)
+    assert parameters["0.0.weight"] is tied["0.0.weight"]
+    assert torch.equal(model(x), before)
+    data = batches(dtype=torch.float32)
+    expected, _ = plain_loop(model, data)
+    ours = trained(model, data, Synchronous(), cuts=[1, 3])
+    assert_same_bits(ours.state_dict(), dict(expected.state_dict()))
+
+
+# ------------------------------------------------------------------ in processes
+
+
+def ends_in_rows(
+    replicas: int, methods: list[Method], cuts: list[int]
+) -> list[tuple[dict[str, Any], float]]:
+    """How each of these runs ends, and what it is worth half-way."""
+    ends = []
+    for method in methods:
+        averaging = None if replicas == 1 else LocalSGD(2)
+        trainer = trainer_for(
+            network(torch.float32), method, OPTIMIZERS["adamw"], cuts=cuts, replicas=replicas,
+            averaging=averaging,
+        )  # fmt: skip
+        data = batches(8, torch.float32)
+        for x, y in trainer.batches(data[:4]):
+            trainer.step(x, y)
+        if trainer.rank % (len(cuts) + 1):  # it has been lent the weight, which is stage 0's
+            with pytest.raises(IncompleteModel, match="belongs to stage 0"):
+                trainer.model.get_parameter("0.weight").sum()
+        value = trainer.evaluate(data[:2]).loss
+        for x, y in trainer.batches(data[4:]):
+            trainer.step(x, y)
+        trainer.flush()
+        ends.append((trainer.state_dict(), value))
+    return ends
+
+
+EACH_RULE: list[Method] = [
+    Synchronous(), GPipe(4), PipeDream(), StaleWeights(), StaleWeights(accumulate=4),
+    StaleWeights(backward="recompute"), PipeDream2BW(accumulate=4), ADL(4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("replicas", "cuts"), [(1, [2, 5]), (1, [1, 2, 5]), (2, [5])], ids=str)
+def test_processes_give_the_bits_of_one(replicas: int, cuts: list[int]) -> None:
+    alone = ends_in_rows(replicas, EACH_RULE, cuts)
+    count = replicas * (len(cuts) + 1)
+    for of_rank in offbeat.launch(ends_in_rows, count, replicas, EACH_RULE, cuts, timeout_s=100):
+        for (ours, value), (theirs, expected) in zip(of_rank, alone, strict=True):
+            assert_same_bits(ours, theirs)
+            assert value == expected
+
+
+def test_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
+    for number, (replicas, averaging) in enumerate([(1, None), (2, LocalSGD(2))]):
+        settings = {"cuts": [5], "replicas": replicas, "averaging": averaging}
+        runs = [
+            ("ties", m, 4, settings) for m in (StaleWeights(), PipeDream(), PipeDream2BW(), DSP())
+        ]
+        folder = str(tmp_path / str(number))
+        for of_rank in offbeat.launch(interrupted_all, 2 * replicas, folder, runs, timeout_s=100):
+            for ours, theirs in of_rank:
+                assert_same_end(ours, theirs)
