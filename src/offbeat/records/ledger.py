@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 
 from offbeat.errors import ConfigurationError, StorageError
 from offbeat.records import rows
+from offbeat.records.certificate import certificate
 from offbeat.records.columns import Columns
 from offbeat.records.tally import Counts, Line, Tally
 from offbeat.schedules.table import Kind
@@ -70,6 +71,8 @@ class Ledger(Columns[Entry]):
 
     def __init__(self, entries: Iterable[Entry] = (), most: int = MOST) -> None:
         self.most = most
+        self.declared: Sequence[int] | None = None
+        """The lag per stage that the method promises, where a trainer has given the ledger."""
         self._older = Tally()
         self._dropped = 0
         """How many are in no file; they are the oldest."""
@@ -124,6 +127,10 @@ class Ledger(Columns[Entry]):
         counts = Tally.of(self._older.words())
         counts.add(self._arrays)
         return counts
+
+    def certificate(self) -> dict[str, Any]:
+        """Declared and measured lags, versions and averages, as JSON that others can check."""
+        return certificate(self.tally(), self.declared, self.parts(), self._dropped)
 
     def parts(self) -> list[rows.Part]:
         """The files that hold older actions."""

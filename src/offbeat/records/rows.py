@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from offbeat.errors import StorageError
 from offbeat.records import disk
 from offbeat.records.tally import Line
 
@@ -36,20 +37,22 @@ class Part:
     only: Sequence[Sequence[int]] | None = None
     """The lines of which it has all that there is to read, by replica and stage; None: all."""
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+    def chunks(self) -> Iterator[bytes]:
+        """Whole rows, many at once."""
         left = self.rows
         with disk.reading(Path(self.path)) as file:
             while left:
                 data = file.read(min(left, _AT_ONCE) * _ROW.size)
                 rows = len(data) // _ROW.size
                 if not rows:
-                    raise EOFError(f"{self.path} has lost {left} of its {self.rows} rows")
+                    raise StorageError(f"{self.path} has lost {left} of its {self.rows} rows")
                 left -= rows
-                for kind, stage, batch, version, start, end, loss, replica in _ROW.iter_unpack(
-                    data[: rows * _ROW.size]
-                ):
-                    if self.only is not None and [replica, stage] not in self.only:
-                        continue
+                yield data[: rows * _ROW.size]
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for data in self.chunks():
+            for kind, stage, batch, version, start, end, loss, replica in _ROW.iter_unpack(data):
+                if self.only is None or [replica, stage] in self.only:
                     times = start + self.shift_s, end + self.shift_s
                     yield (kind, stage, batch, version, *times, loss, replica)
 

@@ -26,7 +26,13 @@ class Counts:
     work_s: float = 0.0
     first_s: float = math.inf
     last_s: float = -math.inf
+    merged: int = 0
+    """Averages; ``delays``: how many after so many updates since they were started."""
+    newest_merged: int | None = None
+    """The version at which the newest of them was started."""
+    delays: Counter[int] = field(default_factory=Counter)
     averages: int = 0
+    """Those of which it is known how long they were waited for."""
     waited_s: float = 0.0
     longest_s: float = 0.0
     forwards: dict[int, int] = field(default_factory=dict)
@@ -49,10 +55,13 @@ class Counts:
             self.waiting.clear()
         elif kind == A:
             self.arrived_s[batch] = end_s
-        elif kind == M and batch in self.arrived_s:
-            waited_s = max(0.0, self.arrived_s.pop(batch) - start_s)
-            self.averages, self.waited_s = self.averages + 1, self.waited_s + waited_s
-            self.longest_s = max(self.longest_s, waited_s)
+        elif kind == M:
+            self.merged, self.newest_merged = self.merged + 1, batch
+            self.delays[version - batch] += 1
+            if batch in self.arrived_s:
+                waited_s = max(0.0, self.arrived_s.pop(batch) - start_s)
+                self.averages, self.waited_s = self.averages + 1, self.waited_s + waited_s
+                self.longest_s = max(self.longest_s, waited_s)
         if kind in (F, B, U):
             self.first_s, self.last_s = min(self.first_s, start_s), max(self.last_s, end_s)
             self.work_s += end_s - start_s
@@ -89,10 +98,11 @@ class Tally(dict[Line, Counts]):
         for replica, stage, facts in words:
             if only is None or (replica, stage) in only:
                 values = facts | {name: dict(facts[name]) for name in _BY_NUMBER}
-                line = Counts(**values | {"lags": Counter(values["lags"])})
+                counters = {name: Counter(values[name]) for name in ("lags", "delays")}
+                line = Counts(**values | counters)
                 tally[replica, stage] = line
                 line.waiting = list(line.waiting)
         return tally
 
 
-_BY_NUMBER = ("lags", "forwards", "arrived_s")
+_BY_NUMBER = ("lags", "delays", "forwards", "arrived_s")
