@@ -194,18 +194,6 @@ def gather_what_grows() -> tuple[list[Tensor], list[Tensor]]:
     return own, [b.clone() for stage in stages for b in stage.buffers()]
 
 
-def leave_others_out() -> None:
-    """Frees the weights of the stages that other processes train."""
-    model, batches, how = model_of("list")
-    trainer = trainer_of(model, how)
-    for number, stage in enumerate(model):
-        if number != trainer.rank:
-            stage.to("meta")
-    for x, y in trainer.batches(batches):
-        trainer.step(x, y)
-    trainer.gather()
-
-
 class Pretrained(Tower):
     """Writes itself as models of transformers do; says whether it was in training."""
 

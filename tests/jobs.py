@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches, trainer_for, vector_batches
 from offbeat import transport
-from offbeat.averaging import Averaging, DaSGD, LocalSGD
+from offbeat.averaging import AllReduce, Averaging, DaSGD, LocalSGD
 from offbeat.checkpoints import tensorfile
 from offbeat.corrections import Monitor
 from offbeat.engines.processes import Processes
-from offbeat.methods import Method, StaleWeights
+from offbeat.methods import GPipe, Method, StaleWeights
 from offbeat.records.ledger import Entry
 from offbeat.transport.link import Link
 
@@ -816,3 +816,18 @@ def train_weighted(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         evaluation = trainer.evaluate(trainer.batches(batches))
         found.append({"losses": losses, "evaluation": evaluation, "state": trainer.state_dict()})
     return found
+
+
+def outlive_weighted(dies: int, at: int, batches: list[Batch]) -> dict[str, Tensor]:
+    """Three replicas that average gradients; one leaves before it is fed batch ``at``."""
+    import os
+
+    trainer = weighted_trainer(
+        GPipe(2), "sgd", cuts=[], replicas=3, averaging=AllReduce(), when_replica_dies="go on"
+    )
+    for number, (x, y) in enumerate(trainer.batches(batches)):
+        if (trainer.rank, number) == (dies, at):
+            os._exit(1)
+        trainer.step(x, y)
+    trainer.flush()
+    return trainer.state_dict()

@@ -54,7 +54,7 @@ def a_teacher_with_a_graph(_: nn.Sequential) -> Callable[[Any, Any], Tensor]:
 
 
 REFUSED: dict[str, tuple[LossOf, str]] = {
-    "penalty": (penalty_on_all, r"'\d\.(weight|bias)' of shape .*weight_decay"),
+    "penalty": (penalty_on_all, r"'\d\.(weight|bias)' of shape .*Trainer\(penalty="),
     "features": (lambda model: features_of(0, model), r"'0\.\w+' of shape .*return them"),
     "own weights": (weights_of_its_own, r"a trained tensor of shape .*into the last stage"),
     "own number": (a_number_of_its_own, r"a trained tensor of shape \(1,\)"),
@@ -192,5 +192,5 @@ def penalty_in_processes() -> None:
 
 
 def test_in_processes_the_words_are_the_same() -> None:
-    with pytest.raises(StageError, match="another stage, which is no weight of stage 2.*weight_d"):
+    with pytest.raises(StageError, match="another stage, which is no weight of stage 2.*penalty="):
         offbeat.launch(penalty_in_processes, 3, timeout_s=60)

@@ -30,11 +30,19 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.parametrize("method", [StaleWeights(), PipeDream(), DSP()], ids=lambda m: m.name)
-def test_compiled_stages_train_alike(method: Any) -> None:
+def penalty(named: Any) -> Any:
+    return 1e-2 * sum(p.square().sum() for _, p in named)
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [(StaleWeights(), {}), (PipeDream(), {"penalty": penalty}), (DSP(), {})],
+    ids=["stale-weights", "pipedream", "dsp"],
+)
+def test_compiled_stages_train_alike(method: Any, how: dict[str, Any]) -> None:
     """BatchNorm included: compiled code saves statistics that later batches change."""
-    plain = trained(cnn(), image_batches(10), method, cuts=[3, 6])
-    ours = trained(cnn(), image_batches(10), method, cuts=[3, 6], compile=True)
+    plain = trained(cnn(), image_batches(10), method, cuts=[3, 6], **how)
+    ours = trained(cnn(), image_batches(10), method, cuts=[3, 6], compile=True, **how)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 

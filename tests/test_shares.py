@@ -149,8 +149,10 @@ def own_loss(output: dict[str, Tensor], _: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["ForCausalLM", "ForMaskedLM"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_labels_of_a_model_with_a_loss_of_its_own_are_counted(kind: str, replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "parts"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_labels_of_a_model_with_a_loss_of_its_own_are_counted(
+    kind: str, replicas: int, parts: int
+) -> None:
     data = [({"ids": x, "labels": y}, y) for x, y in BATCHES]
     whole = OwnLoss(kind)
     optimizer = OPTIMIZERS["momentum"](whole.parameters())
@@ -160,8 +162,8 @@ def test_labels_of_a_model_with_a_loss_of_its_own_are_counted(kind: str, replica
         optimizer.zero_grad()
     model = OwnLoss(kind)
     trainer = offbeat.Trainer(
-        model, loss=own_loss, optimizer=OPTIMIZERS["momentum"], method=GPipe(4), cuts=["blocks.2"],
-        replicas=replicas,
+        model, loss=own_loss, optimizer=OPTIMIZERS["momentum"], method=GPipe(parts),
+        cuts=["blocks.2"], replicas=replicas,
     )  # fmt: skip
     for x, y in data:
         trainer.step(x, y)
@@ -221,6 +223,38 @@ def test_hugging_face_models_train_as_on_the_whole_batch(name: str) -> None:
 
 
 # ------------------------------------------------------------------------- replicas
+
+
+def left_by_hand(batches: Sequence[Any], dies: int, at: int) -> nn.Module:
+    """Three replicas of which one is missing from batch ``at`` on: the total is of who is left."""
+    model = copy.deepcopy(MODEL)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for number, (x, y) in enumerate(batches):
+        thirds = list(zip(x.chunk(3), y.chunk(3), strict=True))
+        if number >= at:
+            del thirds[dies]
+        total = sum(int(counted_tokens(*third)) for third in thirds)
+        found = []
+        for xs, ys in thirds:
+            for part, target in zip(xs.chunk(2), ys.chunk(2), strict=True):
+                scale = int(counted_tokens(part, target)) * len(thirds) / total
+                (token_loss(model(part), target) * scale).backward()
+            found.append([p.grad for p in model.parameters()])
+            optimizer.zero_grad()
+        for p, *gradients in zip(model.parameters(), *found, strict=True):
+            p.grad = sum(gradients[1:], start=gradients[0]) / len(thirds)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.timeout(120)
+def test_the_total_is_of_the_replicas_that_are_left() -> None:
+    batches = [(x[1:7], y[1:7]) for x, y in padded_batches(5)]
+    found = offbeat.launch(jobs.outlive_weighted, 3, 1, 2, batches, timeout_s=100, go_on=True)
+    assert found[1] is None
+    for state in (found[0], found[2]):
+        assert_same_bits(state, left_by_hand(batches, 1, 2).state_dict())
 
 
 def replicas_by_hand(batches: Sequence[Any], parts: int, every: int | None) -> nn.Module:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from checkpoint_jobs import METHODS as RESUMED_METHODS
@@ -296,6 +297,42 @@ def test_rules_accumulation_clipping_and_short_batches(method: Any) -> None:
     compare(cnn(), image_batches(20, rows=13, last_rows=7), method, cuts=[3, 6], clip=0.5)
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (StaleWeights(), {}),
+        (PipeDream(), {}),
+        (PipeDream(), {"corrections": [Predict()]}),
+        (ADL(accumulate=3), {}),
+        (DSP(), {}),
+        (DSP(accumulate=2), {}),
+    ],
+    ids=str,
+)
+def test_a_penalty_is_recorded_with_the_part_that_brings_it(method: Any, settings: Any) -> None:
+    def penalty(named: Any) -> Any:
+        return 1e-2 * sum(p.square().sum() for _, p in named)
+
+    how: dict[str, Any] = {"cuts": [3, 6], **settings}
+    ours = compare(cnn(), image_batches(24, rows=12), method, penalty=penalty, **how)
+    assert all(replays(runner) > 20 for runner in runners_of(ours))
+    without = trained(cnn(), image_batches(24, rows=12), method, **how)
+    for name, value in ours.state_dict().items():
+        assert not value.is_floating_point() or not torch.equal(value, without.state_dict()[name])
+
+
+def test_a_part_that_counts_nothing_cannot_bring_a_penalty() -> None:
+    x, y = image_batches(1, rows=9)[0]
+    y[:3] = -100
+    trainer = trainer_for(
+        cnn(), ADL(accumulate=3), cuts=[3], engine="streams",
+        penalty=lambda named: sum(p.square().sum() for _, p in named),
+        weight=lambda x, y: (y != -100).sum(),
+    )  # fmt: skip
+    with pytest.raises(StageError, match="counts nothing, and it brings the penalty.*serial"):
+        trainer.step(x, y)
+
+
 @pytest.mark.parametrize("method", [m for m in RESUMED_METHODS if not isinstance(m, DGL)], ids=str)
 def test_weights_of_several_stages_give_the_serial_bits(method: Any) -> None:
     batches = vector_batches(16, rows=24, dtype=torch.float32)  # all parts in whole vectors
@@ -478,6 +515,22 @@ def test_what_a_script_changes_is_recorded_anew(name: str, rule: Any) -> None:
     assert_same_bits(results[1][0], results[0][0])
     for runner, earlier in zip(runners_of(trainer), before, strict=True):
         assert earlier > 5 and replays(runner) > earlier + 5
+
+
+def test_activation_checkpoints_run_unrecorded() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Linear(6, 4)).double()
+    with pytest.warns(UserWarning, match="stage 1 runs unrecorded.*activation checkpoints"):
+        trainer = compare(model, vector_batches(20), PipeDream(), cuts=[1, 2], seed=5)
+    assert [runner.records for runner in runners_of(trainer)] == [True, False, True]
 
 
 def run(trainer: offbeat.Trainer, steps: int) -> None:
@@ -747,8 +800,11 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, method: Any, mode
 def test_exact_checkpoints_pass_between_engines(
     tmp_path: Path, method: Any, engines: tuple[Any, Any]
 ) -> None:
+    def penalty(named: Any) -> Any:
+        return 1e-2 * sum(p.square().sum() for _, p in named)
+
     def build(engine: Any) -> offbeat.Trainer:
-        return trainer_for(cnn(), method, cuts=[3, 6], engine=engine)
+        return trainer_for(cnn(), method, cuts=[3, 6], engine=engine, penalty=penalty)
 
     again, whole = interrupted(tmp_path, build, "cnn", engines)
     assert_same_bits(again.state_dict(), whole.state_dict())

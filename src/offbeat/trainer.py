@@ -29,7 +29,7 @@ from offbeat.methods import Method, Synchronous
 from offbeat.methods.auto import Auto
 from offbeat.nest import Nest
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
-from offbeat.stages.network import Loss
+from offbeat.stages.network import Loss, Penalty
 
 
 class Trainer(Status):
@@ -88,6 +88,8 @@ class Trainer(Status):
     ``when_replica_dies``  "stop" the run, or let the others "go on", with averages over who is left
                    (in processes that nobody ends when one of them dies: see docs/replicas.md).
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
+    ``penalty``    a loss on weights, a sum over them, computed stage by stage:
+                   ``penalty=lambda named: 1e-4 * sum(p.square().sum() for name, p in named)``.
 
     Several processes run the same script, call the same verbs and read the same ``ledger``,
     ``readings`` and ``updates``; all get the same answer. Each holds stages of one replica, or
@@ -121,6 +123,7 @@ class Trainer(Status):
         timeout: float = 300.0,
         when_replica_dies: Literal["stop", "go on"] = "stop",
         faults: Faults | None = None,
+        penalty: Penalty | None = None,
     ) -> None:
         cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
         course = choose_course(method, corrections, cut, optimizer, model)
@@ -131,6 +134,7 @@ class Trainer(Status):
         setup = Setup(
             course=course,
             loss=checks.checked_loss(loss),
+            penalty=checks.checked_penalty(penalty),
             weight=checks.checked_weight(weight, cut.model),
             optimizer=optimizer,
             scheduler=scheduler,

@@ -40,6 +40,7 @@ def make_stages(pipeline: "Pipeline", cut: Cut, batch: Nest, replica: int) -> li
             autocast=setup.autocast,
             compile=setup.compile,
             names=names,
+            penalty=setup.penalty,
         )
         stage = Stage(network, None if lanes is None else lanes[index])
         stage.correct(setup.course.corrections, len(modules), setup.monitor)

@@ -1,5 +1,6 @@
 """What a trainer refuses, and in which words."""
 
+import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from typing import Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from offbeat.averaging import AllReduce, Averaging, averaging_named
 from offbeat.corrections import Correction, Monitor, correction_named
@@ -22,7 +24,7 @@ from offbeat.methods.auto import Auto, Plan, plan_for
 from offbeat.methods.base import require_count
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory, kind_of
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages.network import Loss
+from offbeat.stages.network import Loss, Penalty
 
 _MOST_REPLICAS = 4096
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -222,6 +224,34 @@ def checked_loss(loss: Loss) -> Loss:
             " stage."
         )
     return loss
+
+
+def checked_penalty(penalty: Penalty | None) -> Penalty | None:
+    if penalty is not None and not callable(penalty):
+        raise ConfigurationError(f"penalty={penalty!r}: give a function of named parameters.")
+    return penalty
+
+
+def check_penalty(penalty: Penalty, cut: Cut) -> None:
+    """Whether it is a sum over weights: stage by stage it must come to what it is of the whole."""
+    names = {id(p): name for name, p in cut.model.named_parameters()}
+    if any(map(is_lazy, cut.model.parameters())):
+        return  # nobody knows yet
+    whole = penalty(list(cut.model.named_parameters()))
+    if not isinstance(whole, Tensor) or whole.numel() != 1 or not whole.requires_grad:
+        raise ConfigurationError(
+            f"penalty= returned {whole!r} for all weights: it must return one number as a tensor,"
+            " computed from them without detach(), data or item()."
+        )
+    with torch.no_grad():
+        parts = [penalty([(names[id(p)], p) for p in m.parameters()]) for m in cut.modules]
+    found, total = float(whole.detach()), sum(map(float, parts))
+    if math.isfinite(found) and not math.isclose(found, total, rel_tol=1e-2):
+        raise ConfigurationError(
+            f"penalty= is {found:g} of all weights and {total:g} stage by stage: it has to be a sum"
+            " over weights, since no stage knows those of others. A norm of all has no such sum;"
+            " its square has."
+        )
 
 
 def checked_weight(weight: Count | Literal["rows"] | None, model: nn.Module) -> Weight:

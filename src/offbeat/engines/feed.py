@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat import nest
 from offbeat.averaging.sharding import shards_of
-from offbeat.engines.shares import Portion, counts_of, portions, refuse_empty, rows_of
+from offbeat.engines.shares import WHOLE, counts_of, portions, refuse_empty, rows_of
 from offbeat.engines.worker import Target
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
@@ -26,8 +26,8 @@ class Shard(NamedTuple):
 
     x: Nest
     y: Nest
-    counts: Sequence[float] = (1,)
-    """What each part counts, where the first stage is and there are others."""
+    counts: Sequence[float] | None = None
+    """What each part counts; None where nobody asks, or all is one part."""
 
 
 def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[Shard]:
@@ -69,8 +69,9 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
             " started."
         )
     if placement.holds_first and (parts > 1 or pipeline.setup.replicas > 1):
-        shards = [shard._replace(counts=_counts(pipeline, shard, parts)) for shard in shards]
-        refuse_empty(pipeline, [shard.counts for shard in shards])
+        counts = [_counts(pipeline, shard, parts) for shard in shards]
+        refuse_empty(pipeline, counts)
+        shards = [shard._replace(counts=own) for shard, own in zip(shards, counts, strict=True)]
     return shards
 
 
@@ -140,10 +141,10 @@ def hand_out(pipeline: "Pipeline", schedule: Schedule, shards: Sequence[Shard]) 
     placement, parts = pipeline.engine.placement, schedule.micro_batches
     numbers = pipeline.position.add_batch(parts)
     replicas = placement.replicas_here
-    fed: list[list[Portion]] = []
-    if placement.holds_first:
-        kind = pipeline.setup.weight.kind(shards[0].x)
-        fed = portions(pipeline, kind, [shard.counts for shard in shards])
+    fed = [[WHOLE]]
+    counts = [shard.counts for shard in shards if shard.counts is not None]
+    if counts:
+        fed = portions(pipeline, pipeline.setup.weight.kind(shards[0].x), counts)
     for worker in pipeline.engine.workers:
         place = replicas.index(worker.stage.replica)
         x, y, _ = shards[place]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
 from offbeat.cutting.costs import cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
-from offbeat.engines import feed
+from offbeat.engines import checks, feed
 from offbeat.engines.assembly import make_stages
 from offbeat.engines.base import Engine
 from offbeat.engines.models import Models
@@ -78,6 +79,8 @@ class Pipeline:
         placement = self.engine.placement
         self.first = batch
         self.cut = self.cut.decide(batch, self._balance)
+        if self.setup.penalty is not None:
+            checks.check_penalty(self.setup.penalty, self.cut)
         if any(method.local_losses for method, _ in self._phases):
             self._refuse_ties()
         self.cut.sharing().refuse_overlaps(
@@ -251,7 +254,7 @@ class Pipeline:
         stages = self.cut.modules if self.is_built else ()
         tensors = [[*module.parameters(), *module.buffers()] for module in stages]
         with self.engine.between_steps(), self.models.lent(), torch.no_grad():
-            self._fit_to_gather(tensors, here)
+            self._make_room(tensors, here)
             for stage, own in enumerate(tensors):
                 for tensor, value in zip(own, self.engine.share_tensors(own, stage), strict=True):
                     if stage not in here:
@@ -259,18 +262,11 @@ class Pipeline:
         self.models.show()
         return self.cut.model
 
-    def _fit_to_gather(self, tensors: Sequence[Sequence[Tensor]], here: Collection[int]) -> None:
-        """Makes room for buffers that have grown elsewhere; refuses a model with parts left out."""
-        empty = any(tensor.is_meta for of_stage in tensors for tensor in of_stage)
+    def _make_room(self, tensors: Sequence[Sequence[Tensor]], here: Collection[int]) -> None:
+        """For buffers that have another size since."""
         own = [(stage, [list(t.shape) for t in tensors[stage]]) for stage in here if tensors]
-        everyone = self.engine.share_in_row("shapes", [empty, own])
-        if any(empty for empty, _ in everyone):
-            raise ConfigurationError(
-                "gather() with stages whose weights are on the device 'meta' in some process: there"
-                " is no memory to gather them in. trainer.save(folder) writes every stage from the"
-                " process that trains it, and trainer.resume(folder) reads them so."
-            )
-        for stage, shapes in (pair for _, pairs in everyone for pair in pairs):
+        everyone = self.engine.share_in_row("shapes", own)
+        for stage, shapes in chain.from_iterable(everyone):
             for tensor, shape in zip(tensors[stage], shapes, strict=True):
                 if list(tensor.shape) != shape:
                     tensor.data = tensor.new_empty(shape)

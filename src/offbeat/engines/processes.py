@@ -203,6 +203,7 @@ class Processes(Engine):
                 "the method": describe(setup.course.method),
                 "the averaging": describe(setup.averaging),
                 "the corrections": describe(setup.course.corrections),
+                "whether there is a penalty": setup.penalty is not None,
                 "the weight": setup.weight.words,
                 "the model": f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
                 "the type of device": self._device.type,

@@ -16,7 +16,7 @@ from offbeat.methods import Method
 from offbeat.methods.auto import Auto, Plan
 from offbeat.optimizers import OptimizerFactory, SchedulerFactory
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages.network import Loss
+from offbeat.stages.network import Loss, Penalty
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Setup:
 
     course: Course
     loss: Loss
+    penalty: Penalty | None
     weight: Weight
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None

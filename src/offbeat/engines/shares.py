@@ -48,6 +48,10 @@ class Portion(NamedTuple):
         return loss if self.share == 1.0 else loss * self.share
 
 
+WHOLE = Portion(1.0, 1.0, 1.0, "rows")
+"""A batch in one part."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """What is counted."""

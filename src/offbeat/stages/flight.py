@@ -21,6 +21,8 @@ class Work:
     """Factor on the loss's gradient; at 0 nothing comes of the part, at any stage."""
     scale_at: Tensor | None = None
     """Where a recording reads it, which must not have the number built in."""
+    penalized: bool = False
+    """Whether its backward is the one of its batch that brings the penalty on weights."""
     given: Nest = None
     """The input, where the forward will be computed again."""
     given_as: list[int] | None = None
@@ -31,11 +33,14 @@ class Work:
     stashed: Stashed | None = None
     copies: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """Weights its forward read, where the next update writes over those it saw."""
+    hides: bool = False
+    """Whether its backward may ask for any weight: then ``copies`` has all."""
     leaves: Nest = None
     """The graph's input, as leaves of it: ``inputs`` in their nest."""
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
+    penalty: Tensor | None = None
 
 
 @dataclass(kw_only=True)

@@ -14,16 +14,19 @@ from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.rng import HostState, host_replayed, seed_for, seeded
-from offbeat.stages.attributes import HOOKS, Change
+from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
+from offbeat.stages.lanes import NotRecordable
 from offbeat.stages.relay import Relay
 from offbeat.stages.versions import SavedTensors, leaves_of
 
 Loss = Callable[[Nest, Nest], Tensor]
+Penalty = Callable[[list[tuple[str, nn.Parameter]]], Tensor | float]
+"""A sum over weights, of those it is given with their names."""
 
 
 class Network:
@@ -42,6 +45,7 @@ class Network:
         autocast: torch.dtype | None = None,
         compile: bool = False,
         names: Mapping[int, str] = MappingProxyType({}),
+        penalty: Penalty | None = None,
     ) -> None:
         """``names``: of all parameters of the unsplit model, by id."""
         self.index = index
@@ -62,36 +66,42 @@ class Network:
         self.names.update(names)
         """What parameters are called in messages."""
         self._own = {id(parameter) for parameter in self.parameters}
+        self._penalty = penalty
+        self._named = [(self.names[id(p)], p) for p in module.parameters()]
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
-        self._compiled: Callable[[Nest], Nest] = module
         self._is_compiled = compile
-        if compile and isinstance(module, Relay):
-            self._compiled = partial(module.run, Compiled(index, module.module))
-        elif compile:
-            self._compiled = Compiled(index, module)
+        self._compile()
         self._loss = loss
         self._seed = seed
         self._autocast = autocast
         self.begin(Fill(), 1.0)
+
+    def _compile(self) -> None:
+        self._compiled: Callable[[Nest], Nest] = self.module
+        if self._is_compiled and isinstance(self.module, Relay):
+            self._compiled = partial(self.module.run, Compiled(self.index, self.module.module))
+        elif self._is_compiled:
+            self._compiled = Compiled(self.index, self.module)
 
     def begin(self, fill: Fill, shrink: float) -> None:
         """``shrink``: the factor on every gradient that arrives, corrections included."""
         self.rule: Rule | None = None if fill.plain else fill.rule
         """Which weights a backward sees; None where they are the same anyway."""
         self.local_loss = fill.local_loss
+        self._first_batch, self._parts = fill.first_batch, fill.micro_batches
         self._shrink = shrink
         compiled = self.modules if self._is_compiled else ()
-        self.habits.inspected = False
+        self.habits.inspected = self.habits.hides = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
     def look_again(self, changes: Sequence[Change]) -> None:
         self.habits.forget()
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
-            self.habits.inspected = False
+            self.habits.inspected = self.habits.hides = False
         # Compiled code asks for attributes itself, and never for hooks.
-        if isinstance(self._compiled, Compiled) and any(c.part in HOOKS for c in changes):
-            self._compiled = Compiled(self.index, self.module)
+        if any(change.part in HOOKS for change in changes):
+            self._compile()
 
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
@@ -107,11 +117,15 @@ class Network:
         ``batch`` decides the random numbers; None leaves them to the caller.
         """
         random = nullcontext() if batch is None else self._keyed(batch, work)
-        with random, precision(self.device, self._autocast):
-            output = self._call(given, work.inputs or nest.tensors(given))
-            if not isinstance(output, Tensor):
-                self._refuse_hidden_tensors(output)
-            return output, self._compute_loss(output, given, work.target)
+        with random:
+            with precision(self.device, self._autocast):
+                output = self._call(given, work.inputs or nest.tensors(given))
+                if not isinstance(output, Tensor):
+                    self._refuse_hidden_tensors(output)
+                loss = self._compute_loss(output, given, work.target)
+            if work.penalized and torch.is_grad_enabled():
+                work.penalty = self._compute_penalty()
+            return output, loss
 
     @contextmanager
     def _keyed(self, batch: int, work: Work) -> Iterator[None]:
@@ -164,9 +178,50 @@ class Network:
                 "the loss does not depend on the output of the model, or on nothing in it that is"
                 " trained: compute it from the output, without detach(), item() or no_grad()."
             )
-        if self.rule in ("stash", "current") and not self.habits.inspected:
-            self.saved.look_at(work.outputs)
+        if self.rule in ("stash", "current"):
+            self._inspect(batch, work, given)
         return output, work.loss
+
+    def _inspect(self, batch: int | None, work: Work, given: Nest) -> None:
+        """Looks at a graph unlike those before it, and lets one that hides weights keep them all.
+
+        A backward that finds all weights as its forward saw them cannot see others.
+        """
+        first = not self.habits.inspected
+        if first:
+            self.saved.look_at([*work.outputs, *([] if work.loss is None else [work.loss])])
+        if not self.saved.knows(work.graph) and not first:
+            self._inspect_again(batch, work, given)
+        if self.rule == "stash" and self.habits.hides:
+            stashed = work.stashed or Tensor.detach
+            work.copies |= {parameter: stashed(parameter) for parameter in self.trainable}
+            work.graph.weights |= set(self.trainable)
+            work.hides = True
+
+    def _inspect_again(self, batch: int | None, work: Work, given: Nest) -> None:
+        """Runs the forward once more, for nothing, so that all its operations are seen."""
+        if batch is None:
+            raise NotRecordable("a forward that saves other tensors than those before it")
+        attributes, spare = Attributes(self.modules), Work(target=work.target, scale=work.scale)
+        self.habits.inspected = False
+        with WrittenBuffers(self.modules).restored():
+            self.build_graph(batch, spare, given)
+        attributes.put_back()
+        alike = spare.graph.size == work.graph.size
+        if alike or self._is_compiled:  # which is not what is inspected
+            return
+        if self.rule == "current":
+            raise StageError(
+                f"stage {self.index}: run twice on one batch, its forward saves"
+                f" {work.graph.size} tensors and then {spare.graph.size}, so it cannot be said"
+                " which weights its backward sees. Rule 'current' promises the"
+                " newest. Use backward='stash', which keeps all weights, or backward='recompute'."
+            )
+        self.habits.hides = True
+
+    def lent_again(self, work: Work) -> AbstractContextManager[None]:
+        """For a backward that runs forwards again, which read weights of earlier stages."""
+        return self.module.lent(work.leaves) if isinstance(self.module, Relay) else nullcontext()
 
     def seed_of(self, batch: int) -> int:
         return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)
@@ -214,21 +269,42 @@ class Network:
                 self._refuse_beyond(leaf, nest.tensors([given, target]))
         return loss
 
+    def penalizes(self, batch: int) -> bool:
+        """Whether this micro-batch brings the penalty: the first of each batch does."""
+        return self._penalty is not None and (batch - self._first_batch) % self._parts == 0
+
+    def _compute_penalty(self) -> Tensor | None:
+        """The penalty on this stage's weights, in a graph of its own; None without a gradient."""
+        assert self._penalty is not None
+        try:
+            value = self._penalty(self._named.copy())
+        except IncompleteModel as error:
+            raise _own_only("a weight of another stage", self.index) from error
+        if not isinstance(value, Tensor):  # such as sum() of nothing
+            return None
+        for leaf in leaves_of(value, ()):
+            if id(leaf) not in self._own:
+                raise _own_only(self._describe_leaf(leaf), self.index)
+        return value if value.requires_grad else None
+
     def _refuse_beyond(self, leaf: Tensor, arguments: Iterable[Tensor]) -> None:
         """Refuses a leaf of the loss's graph that is no weight of this stage."""
         if any(leaf is argument for argument in arguments):
             return
-        shape = f"of shape {tuple(leaf.shape)}"
+        raise self._beyond(self._describe_leaf(leaf))
+
+    def _describe_leaf(self, leaf: Tensor) -> str:
         known = self.names.get(id(leaf))
-        raise self._beyond(f"a trained tensor {shape}" if known is None else f"{known!r} {shape}")
+        what = "a trained tensor" if known is None else repr(known)
+        return f"{what} of shape {tuple(leaf.shape)}"
 
     def _beyond(self, what: str) -> StageError:
         return StageError(
             f"the loss depends on {what}, which is no weight of stage {self.index}, where the loss"
             " is computed: its gradient would be lost, or come at another time than its own"
-            " stage's. A penalty on weights: take the optimizer's weight_decay. Features of other"
-            " stages: let the model return them with its output. Weights of the loss itself: put"
-            " them into the last stage, or call requires_grad_(False) if they are not trained."
+            " stage's. A penalty on weights: Trainer(penalty=...). Features of other stages: let"
+            " the model return them with its output. Weights of the loss itself: put them into the"
+            " last stage, or call requires_grad_(False) if they are not trained."
         )
 
     def predict(self, given: Nest, state: dict[str, Tensor]) -> Nest:
@@ -258,19 +334,31 @@ class Network:
         self, work: Work, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward begins, and with which gradients."""
+        pairs: list[tuple[Tensor, Tensor | None]] = []
         if work.scale == 0.0:  # times zero, a loss that is no number would still be none
-            return [], []
-        if work.loss is not None:
+            pass
+        elif work.loss is not None:
+            start = None if work.scale == 1.0 else torch.full_like(work.loss, work.scale)
             if work.scale_at is not None:
-                return [work.loss], [work.scale_at.to(work.loss.dtype).expand_as(work.loss)]
-            whole = work.scale == 1.0
-            return [work.loss], [None if whole else torch.full_like(work.loss, work.scale)]
-        pairs = [
-            (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
-            for output, gradient in zip(work.outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
+                start = work.scale_at.to(work.loss.dtype).expand_as(work.loss)
+            pairs = [(work.loss, start)]
+        else:
+            pairs = [
+                (output, gradient if self._shrink == 1.0 else gradient * self._shrink)
+                for output, gradient in zip(work.outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+        if work.penalty is not None:
+            pairs.append((work.penalty, None))
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _own_only(what: str, stage: int) -> StageError:
+    return StageError(
+        f"the penalty of stage {stage} depends on {what}: it is called once for every stage, with"
+        " that stage's weights. Compute it from its argument, as in penalty=lambda named: 1e-4 *"
+        " sum(p.square().sum() for name, p in named)."
+    )
 
 
 def precision(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:

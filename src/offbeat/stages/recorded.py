@@ -40,7 +40,7 @@ from offbeat.stages.gathered import (
 )
 from offbeat.stages.lanes import Instant, Lane, Lanes, NotRecordable, Pool, Recording
 from offbeat.stages.runner import Direct
-from offbeat.stages.slots import Kind, Slot, deliver, kind_of, uneven
+from offbeat.stages.slots import Kind, Slot, deliver, kind_of, no_penalty, uneven
 
 if TYPE_CHECKING:
     from offbeat.stages.stage import Stage
@@ -138,11 +138,15 @@ class Recorded:
         places = self.lanes.addresses.take(stage.index, flight.batch)
         if places is None:
             places = [None] * len(nest.tensors(given))
+        penalized = stage.network.penalizes(flight.batch)
+        if penalized and scale == 0.0:
+            raise no_penalty(stage.network)
         kind = (
             kind_of(given),
             kind_of(target),
             stage.fill.micro_batches == 1,
             stage.module.training,
+            penalized,
         )
         slot = self._slot_for(kind, given, target)
         flight.note = _Note(kind, places, slot)
@@ -252,6 +256,8 @@ class Recorded:
                 raise NotRecordable("random numbers of Python or NumPy: a replay would not draw")
             if (hook := hook_of(self._stage.modules)) is not None:
                 raise NotRecordable(f"the hook {hook}: a replay would not call it")
+            if self._stage.habits.hides:
+                raise NotRecordable("activation checkpoints, or functions that keep weights")
             attributes = Attributes(self._stage.modules)
             slot = self._record_slot(kind, given, target)
             if changes := attributes.changes():

@@ -81,7 +81,7 @@ class Slot:
         self._scale = (
             None if kind[2] else torch.ones((), dtype=torch.float64, device=network.device)
         )
-        self._takeoff = Work(target=self.target, scale_at=self._scale)
+        self._takeoff = Work(target=self.target, scale_at=self._scale, penalized=kind[4])
         """The work before there is a graph: every run of the forward begins from it."""
         if self._again:
             self._takeoff.given = self.leaves
@@ -148,8 +148,9 @@ class Slot:
         ]
         wanted = [*inputs, *(parameter for parameter, _ in places)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
-        if outputs and wanted:
-            found = torch.autograd.grad(outputs, wanted, starts, allow_unused=True)
+        with network.lent_again(work):
+            if outputs and wanted:
+                found = torch.autograd.grad(outputs, wanted, starts, allow_unused=True)
         of_weights = found[len(inputs) :]
         for (parameter, _), gradient in zip(places, of_weights, strict=True):
             if gradient is None:
@@ -204,6 +205,13 @@ def uneven(network: Network, parameter: nn.Parameter) -> StageError:
         f"stage {network.index}: {name} has a gradient in some batches and none in others, but a"
         " recorded update steps the same weights every time. Use engine='serial', or let every"
         " batch use every weight."
+    )
+
+
+def no_penalty(network: Network) -> StageError:
+    return StageError(
+        f"stage {network.index}: the first part of this batch counts nothing, and it brings the"
+        " penalty on weights: a recording has no backward for that. Use engine='serial'."
     )
 
 
