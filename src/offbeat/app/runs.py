@@ -170,6 +170,8 @@ class RunWriter:
     def _certify(self, told: dict[str, Any], names: list[str], guards: dict[str, Any]) -> None:
         results = {}
         for name in names:
+            if not (self.folder / name).exists():  # it could not be written
+                continue
             with disk.reading(self.folder / name) as file:
                 results[name] = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         kinds = ("skipped", "rolled_back")
