@@ -13,12 +13,23 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits, mlp, trained, trainer_for, vector_batches
 from offbeat.averaging import LocalSGD
+from offbeat.corrections import Predict
 from offbeat.errors import BatchError, CheckpointError, ConfigurationError, OffbeatError, StageError
-from offbeat.methods import DSP, RULES, Rule, StaleWeights, Synchronous
+from offbeat.methods import (
+    ADL,
+    DSP,
+    RULES,
+    PipeDream,
+    PipeDream2BW,
+    Rule,
+    StaleWeights,
+    Synchronous,
+)
 
 BATCHES = vector_batches(10, dtype=torch.float32)
 
@@ -385,3 +396,170 @@ def test_mixed_precision_put_on_a_model_is_refused_where_stages_would_leave_it()
     model.forward = MethodType(autocast(type(model).forward), model)  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="forward was replaced.*autocast=torch.bfloat16"):
         trainer_for(model, stages=3).step(*BATCHES[0])  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ weights that graphs hide
+
+
+class KeepsWeight(torch.autograd.Function):
+    """A linear layer without bias that keeps its weight where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight.detach()
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return gradients[0] @ ctx.weight, gradients[0].T @ x
+
+
+class Hides(nn.Module):
+    """Two layers, of which a graph shows all, or hides some in one way or another."""
+
+    def __init__(self, how: str = "", say: Any = None) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.drop, self.how, self.say = nn.Dropout(0.2), how, say
+
+    def body(self, x: Tensor) -> Tensor:
+        result: Tensor = self.drop(torch.tanh(self.two(torch.tanh(self.one(x)))))
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        how = self.how if self.say is None else self.say()
+        x = x.tanh()
+        if how == "checkpoint":
+            return checkpoint(self.body, x, use_reentrant=False)  # type: ignore[no-any-return]
+        if how == "reentrant":
+            return checkpoint(self.body, x, use_reentrant=True)  # type: ignore[no-any-return]
+        if how == "ctx":
+            hidden = KeepsWeight.apply(x, self.one.weight)  # type: ignore[no-untyped-call]
+            return self.drop(torch.tanh(self.two(torch.tanh(hidden))))  # type: ignore[no-any-return]
+        return self.body(x)
+
+
+def hiding(how: str = "", say: Any = None) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), Hides(how, say), Hides(how, say), nn.Linear(6, 4)]
+
+
+def steps_of(
+    model: list[nn.Module], method: Any, change: Any = lambda _: None, **settings: Any
+) -> Any:
+    """Every loss and all weights, of a model that is changed after the sixth batch."""
+    made = trainer_for(model, method, seed=1, **settings)
+    for n, (x, y) in enumerate(vector_batches(14, dtype=torch.float32)):
+        if n == 6:
+            change(made.model)
+        made.step(x, y)
+    made.flush()
+    return made.state_dict() | {"losses": torch.tensor([*made.ledger.losses(3).values()])}
+
+
+STASHED = [
+    PipeDream(),
+    StaleWeights(backward="stash"),
+    ADL(3),
+    PipeDream(accumulate=2),
+    PipeDream2BW(),
+]
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "ctx"])
+@pytest.mark.parametrize("method", [*STASHED, Synchronous()], ids=str)
+def test_hidden_weights_are_those_of_the_forward_under_stash(method: Any, how: str) -> None:
+    assert_same_bits(steps_of(hiding(how), method), steps_of(hiding(), method))
+
+
+def test_hidden_weights_are_the_predicted_ones_under_stash() -> None:
+    ours, plain = (
+        steps_of(hiding(how), PipeDream(), corrections=[Predict()]) for how in ("checkpoint", "")
+    )
+    assert_same_bits(ours, plain)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "ctx"])
+def test_weights_that_begin_to_hide_are_those_of_the_forward_under_stash(how: str) -> None:
+    """A flag that the script sets; and a forward that begins to by itself."""
+    expected = steps_of(hiding(), PipeDream())
+
+    def set_all(model: Any) -> None:
+        for stage in (model[1], model[2]):
+            stage.how = how
+
+    assert_same_bits(steps_of(hiding(), PipeDream(), set_all), expected)
+    now: list[str] = [""]
+    begun = steps_of(hiding(say=lambda: now[-1]), PipeDream(), lambda _: now.append(how))
+    assert_same_bits(begun, expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "rule", "words"),
+    [
+        ("checkpoint", "current", "hooks of their own.*backward='stash'.*use_reentrant=False"),
+        ("reentrant", "current", "reentrant.*use_reentrant=False"),
+        ("reentrant", "stash", "reentrant.*use_reentrant=False"),
+    ],
+)
+def test_what_hides_is_refused_when_it_begins(how: str, rule: Rule, words: str) -> None:
+    method = StaleWeights(backward=rule)
+    now: list[str] = [""]
+    with pytest.raises(StageError, match=words):
+        steps_of(hiding(how), method)
+    with pytest.raises(StageError, match=words):
+        steps_of(hiding(), method, lambda model: setattr(model[1], "how", how))
+    with pytest.raises(StageError, match=words):
+        steps_of(hiding(say=lambda: now[-1]), method, lambda _: now.append(how))
+
+
+def test_checkpoints_save_memory_and_keep_a_copy_of_each_version() -> None:
+    memory = {}
+    for how in ("", "checkpoint"):
+        made = trainer_for(hiding(how), PipeDream())
+        for x, y in BATCHES:
+            made.step(x, y)
+        memory[how] = made.memory()
+    for plain, ours, versions in zip(memory[""], memory["checkpoint"], (4, 3, 2, 1), strict=True):
+        assert ours.in_flight_bytes <= plain.in_flight_bytes
+        if versions in (3, 2):
+            assert ours.peak_weight_copies == plain.peak_weight_copies == versions
+            assert ours.in_flight_bytes < plain.in_flight_bytes / 2
+
+
+def test_hidden_weights_in_flight_are_not_stored(tmp_path: Path) -> None:
+    made = trainer_for(hiding("checkpoint"), PipeDream())
+    for x, y in BATCHES[:4]:
+        made.step(x, y)
+    with pytest.raises(CheckpointError, match="keeps weights.*drain=True"):
+        made.save(tmp_path / "exact")
+    made.save(tmp_path / "drained", drain=True)
+
+
+def test_a_structure_that_changes_with_every_run_is_refused_or_kept_whole() -> None:
+    """Where a second look shows another forward, nobody can say what the first one kept."""
+
+    def odd(now: list[int]) -> Any:
+        def say() -> str:
+            now.append(0)
+            return "checkpoint" if len(now) % 2 else ""
+
+        return say
+
+    plain = steps_of(hiding(), PipeDream())
+    assert_same_bits(steps_of(hiding(say=odd([0])), PipeDream()), plain)
+    with pytest.raises(StageError, match="hooks of their own|saves .* tensors and then"):
+        steps_of(hiding(say=odd([0])), StaleWeights())
+
+
+@pytest.mark.parametrize("method", STASHED, ids=str)
+def test_tied_weights_that_hide_are_those_that_arrived(method: Any) -> None:
+    states = []
+    for how in ("checkpoint", ""):
+        stages = hiding(how)
+        assert isinstance(stages[2], Hides) and isinstance(stages[1], Hides)
+        stages[2].one.weight = stages[1].two.weight
+        states.append(steps_of(stages, method))
+    assert_same_bits(*states)

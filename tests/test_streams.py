@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from checkpoint_jobs import METHODS as RESUMED_METHODS
@@ -514,6 +515,22 @@ def test_what_a_script_changes_is_recorded_anew(name: str, rule: Any) -> None:
     assert_same_bits(results[1][0], results[0][0])
     for runner, earlier in zip(runners_of(trainer), before, strict=True):
         assert earlier > 5 and replays(runner) > earlier + 5
+
+
+def test_activation_checkpoints_run_unrecorded() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Linear(6, 4)).double()
+    with pytest.warns(UserWarning, match="stage 1 runs unrecorded.*activation checkpoints"):
+        trainer = compare(model, vector_batches(20), PipeDream(), cuts=[1, 2], seed=5)
+    assert [runner.records for runner in runners_of(trainer)] == [True, False, True]
 
 
 def run(trainer: offbeat.Trainer, steps: int) -> None:

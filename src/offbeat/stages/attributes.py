@@ -33,6 +33,8 @@ _OF_STATE = {
 HOOKS = {
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 }
+_OURS = ("offbeat.cutting", "offbeat.stages")
+"""Where modules come from that stand around those of a script."""
 GONE: Any = object()
 """What an attribute is changed to that is deleted."""
 
@@ -142,7 +144,7 @@ class Attributes:
         self._entered: set[int] = set()
         for root in self._modules:
             for path, module in root.named_modules():
-                if not type(module).__module__.startswith("offbeat.cutting"):  # our own frames
+                if not type(module).__module__.startswith(_OURS):
                     self._enter(_Holder(module, "", path, vars(module), numbers=False), 0)
         self._views = [holder.view for holder in self._holders]
         self._names = [list(holder.items) for holder in self._holders]

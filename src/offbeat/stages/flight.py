@@ -33,6 +33,8 @@ class Work:
     stashed: Stashed | None = None
     copies: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """Weights its forward read, where the next update writes over those it saw."""
+    hides: bool = False
+    """Whether its backward may ask for any weight: then ``copies`` has all."""
     leaves: Nest = None
     """The graph's input, as leaves of it: ``inputs`` in their nest."""
     inputs: list[Tensor] = field(default_factory=list)

@@ -15,6 +15,8 @@ class Habits:
     """Whether a forward draws from Python's or NumPy's generators; None before the first."""
     inspected: bool = False
     """Whether the first graph of this fill has been looked at, operation by operation."""
+    hides: bool = False
+    """Whether graphs keep weights, or run forwards again with them, where no hook sees it."""
     rebuildable: bool = False
     """Whether graphs are known to hold nothing that a snapshot would miss."""
 

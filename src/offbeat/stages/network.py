@@ -14,12 +14,13 @@ from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Nest, is_dense
 from offbeat.rng import HostState, host_replayed, seed_for, seeded
-from offbeat.stages.attributes import HOOKS, Change
+from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
+from offbeat.stages.lanes import NotRecordable
 from offbeat.stages.relay import Relay
 from offbeat.stages.versions import SavedTensors, leaves_of
 
@@ -69,16 +70,19 @@ class Network:
         self._named = [(self.names[id(p)], p) for p in module.parameters()]
         self.habits = Habits()
         self.buffers = WrittenBuffers(self.modules, self.habits)
-        self._compiled: Callable[[Nest], Nest] = module
         self._is_compiled = compile
-        if compile and isinstance(module, Relay):
-            self._compiled = partial(module.run, Compiled(index, module.module))
-        elif compile:
-            self._compiled = Compiled(index, module)
+        self._compile()
         self._loss = loss
         self._seed = seed
         self._autocast = autocast
         self.begin(Fill(), 1.0)
+
+    def _compile(self) -> None:
+        self._compiled: Callable[[Nest], Nest] = self.module
+        if self._is_compiled and isinstance(self.module, Relay):
+            self._compiled = partial(self.module.run, Compiled(self.index, self.module.module))
+        elif self._is_compiled:
+            self._compiled = Compiled(self.index, self.module)
 
     def begin(self, fill: Fill, shrink: float) -> None:
         """``shrink``: the factor on every gradient that arrives, corrections included."""
@@ -88,16 +92,16 @@ class Network:
         self._first_batch, self._parts = fill.first_batch, fill.micro_batches
         self._shrink = shrink
         compiled = self.modules if self._is_compiled else ()
-        self.habits.inspected = False
+        self.habits.inspected = self.habits.hides = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
 
     def look_again(self, changes: Sequence[Change]) -> None:
         self.habits.forget()
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
-            self.habits.inspected = False
+            self.habits.inspected = self.habits.hides = False
         # Compiled code asks for attributes itself, and never for hooks.
-        if isinstance(self._compiled, Compiled) and any(c.part in HOOKS for c in changes):
-            self._compiled = Compiled(self.index, self.module)
+        if any(change.part in HOOKS for change in changes):
+            self._compile()
 
     def forward(
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
@@ -174,9 +178,50 @@ class Network:
                 "the loss does not depend on the output of the model, or on nothing in it that is"
                 " trained: compute it from the output, without detach(), item() or no_grad()."
             )
-        if self.rule in ("stash", "current") and not self.habits.inspected:
-            self.saved.look_at(work.outputs)
+        if self.rule in ("stash", "current"):
+            self._inspect(batch, work, given)
         return output, work.loss
+
+    def _inspect(self, batch: int | None, work: Work, given: Nest) -> None:
+        """Looks at a graph unlike those before it, and lets one that hides weights keep them all.
+
+        A backward that finds all weights as its forward saw them cannot see others.
+        """
+        first = not self.habits.inspected
+        if first:
+            self.saved.look_at([*work.outputs, *([] if work.loss is None else [work.loss])])
+        if not self.saved.knows(work.graph) and not first:
+            self._inspect_again(batch, work, given)
+        if self.rule == "stash" and self.habits.hides:
+            stashed = work.stashed or Tensor.detach
+            work.copies |= {parameter: stashed(parameter) for parameter in self.trainable}
+            work.graph.weights |= set(self.trainable)
+            work.hides = True
+
+    def _inspect_again(self, batch: int | None, work: Work, given: Nest) -> None:
+        """Runs the forward once more, for nothing, so that all its operations are seen."""
+        if batch is None:
+            raise NotRecordable("a forward that saves other tensors than those before it")
+        attributes, spare = Attributes(self.modules), Work(target=work.target, scale=work.scale)
+        self.habits.inspected = False
+        with WrittenBuffers(self.modules).restored():
+            self.build_graph(batch, spare, given)
+        attributes.put_back()
+        alike = spare.graph.size == work.graph.size
+        if alike or self._is_compiled:  # which is not what is inspected
+            return
+        if self.rule == "current":
+            raise StageError(
+                f"stage {self.index}: run twice on one batch, its forward saves"
+                f" {work.graph.size} tensors and then {spare.graph.size}, so it cannot be said"
+                " which weights its backward sees. Rule 'current' promises the"
+                " newest. Use backward='stash', which keeps all weights, or backward='recompute'."
+            )
+        self.habits.hides = True
+
+    def lent_again(self, work: Work) -> AbstractContextManager[None]:
+        """For a backward that runs forwards again, which read weights of earlier stages."""
+        return self.module.lent(work.leaves) if isinstance(self.module, Relay) else nullcontext()
 
     def seed_of(self, batch: int) -> int:
         return seed_for(self._seed, replica=self.replica, stage=self.index, micro_batch=batch)

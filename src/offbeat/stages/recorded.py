@@ -256,6 +256,8 @@ class Recorded:
                 raise NotRecordable("random numbers of Python or NumPy: a replay would not draw")
             if (hook := hook_of(self._stage.modules)) is not None:
                 raise NotRecordable(f"the hook {hook}: a replay would not call it")
+            if self._stage.habits.hides:
+                raise NotRecordable("activation checkpoints, or functions that keep weights")
             attributes = Attributes(self._stage.modules)
             slot = self._record_slot(kind, given, target)
             if changes := attributes.changes():

@@ -6,7 +6,7 @@ the last use first, as autograd does in one piece.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,6 +72,10 @@ class Relay(nn.Module):
         if torch.is_grad_enabled():
             self._refuse_other_uses(output, _writes(ties) != before)
         return Bundle(output, {n: ties[n] for n in self._leaving}) if self._leaving else output
+
+    def lent(self, given: Nest) -> AbstractContextManager[None]:
+        """As a forward that was ``given`` this is."""
+        return self._lent(given[1]) if self._receives else nullcontext()
 
     @contextmanager
     def _lent(self, ties: Mapping[str, Tensor]) -> Iterator[None]:

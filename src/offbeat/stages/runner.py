@@ -83,15 +83,21 @@ class Direct:
         assert work is not None
         outputs, starts = self._stage.network.starts(work, gradients)
         laid_out_anew = _kept_as_they_come(work.inputs)
-        with self._backward_weights(flight):
+        with self._backward_weights(flight), self._stage.network.lent_again(work):
             if outputs:
                 torch.autograd.backward(outputs, starts)
         self._stage.flights.land(flight.batch)
         return [laid_out_anew.get(place, t.grad) for place, t in enumerate(work.inputs)]
 
     def _backward_weights(self, flight: Flight) -> AbstractContextManager[None]:
-        """Lends the module what a correction wants a backward to see instead of the newest."""
-        corrector = self._stage.corrector
+        """Lends the module what a backward is to see instead of the newest.
+
+        A correction may say so, or a graph that asks the module for weights.
+        """
+        corrector, work = self._stage.corrector, flight.work
+        if work is not None and work.hides:
+            trainable = self._stage.trainable
+            return weights_set_to(trainable, [work.copies[p] for p in trainable])
         if not corrector.active:
             return nullcontext()
         weights = corrector.backward_weights(self._stage.version - flight.version)

@@ -148,8 +148,9 @@ class Slot:
         ]
         wanted = [*inputs, *(parameter for parameter, _ in places)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
-        if outputs and wanted:
-            found = torch.autograd.grad(outputs, wanted, starts, allow_unused=True)
+        with network.lent_again(work):
+            if outputs and wanted:
+                found = torch.autograd.grad(outputs, wanted, starts, allow_unused=True)
         of_weights = found[len(inputs) :]
         for (parameter, _), gradient in zip(places, of_weights, strict=True):
             if gradient is None:

@@ -32,7 +32,15 @@ from offbeat.errors import CheckpointError, ConfigurationError
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.flight import Flight, Work
 from offbeat.stages.state import FlightState, StageState, WorkState
-from offbeat.stages.versions import Graph, Saved, SavedActivation, SavedWeight, address_of, nodes_of
+from offbeat.stages.versions import (
+    Graph,
+    Saved,
+    SavedActivation,
+    SavedWeight,
+    address_of,
+    is_constant,
+    nodes_of,
+)
 
 if TYPE_CHECKING:
     from offbeat.stages.stage import Stage
@@ -49,6 +57,8 @@ def take(stage: "Stage") -> StageState:
     if not stage.habits.rebuildable and any(work.outputs for work in stage.flights.works()):
         _refuse_hidden_state(stage, memory)
         stage.habits.rebuildable = True
+    if any(work.hides for work in stage.flights.works()):
+        raise _hidden(stage, "an activation checkpoint or a function of autograd keeps weights")
     if any(work.drawn is not None for work in stage.flights.works()):
         raise CheckpointError(
             f"stage {stage.index}: a batch in flight was the first to draw from Python's or NumPy's"
@@ -350,7 +360,7 @@ def _refuse_hidden_state(stage: "Stage", memory: _Memory) -> None:
         )
     ours, theirs = _attributes(work), _attributes(again)
     for (name, values), (_, others) in zip(ours, theirs, strict=True):
-        odd = [k for k, v in values.items() if not _is_constant(v) or v != others.get(k)]
+        odd = [k for k, v in values.items() if not is_constant(v) or v != others.get(k)]
         if odd:
             raise _hidden(stage, f"{name} keeps {', '.join(odd)} as an attribute of its own")
 
@@ -389,9 +399,3 @@ def _attributes(work: Work) -> list[tuple[str, dict[str, Any]]]:
     ends = [*work.outputs, *([] if work.loss is None else [work.loss])]
     custom = (node for node in nodes_of(ends) if isinstance(node, BackwardCFunction))
     return [(node.name(), dict(vars(node))) for node in custom]
-
-
-def _is_constant(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_constant, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)

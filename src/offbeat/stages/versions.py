@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +100,11 @@ class Graph:
             self.weights.add(saved.parameter)
         return saved
 
+    @property
+    def size(self) -> int:
+        """How many tensors it saved."""
+        return len(self._saved)
+
     def held(self) -> list[Saved | None]:
         """All it saved, in order; None where autograd has let go of it."""
         return [reference() for reference in self._saved]
@@ -115,6 +121,10 @@ class SavedTensors:
     compiled: Sequence[nn.Module]
     """Compiled BatchNorm saves statistics that it writes but does not read, and counts it as a
     change; as it is, it does neither."""
+
+    _inspection: "_Inspection | None" = None
+    _inspected: set[tuple[int, int]] = field(default_factory=set)
+    """How many tensors, and of how many weights, the graphs saved that were inspected."""
 
     @contextmanager
     def kept_in(
@@ -133,6 +143,7 @@ class SavedTensors:
         known = {id(parameter) for parameter in self.parameters}
         buffers = {address_of(buffer) for module in self.compiled for buffer in module.buffers()}
         inspection = None if self.habits.inspected else _Inspection(weights, inputs)
+        self._inspection = inspection
 
         def pack(tensor: Tensor) -> Saved:
             if tensor.layout is not torch.strided:
@@ -156,20 +167,39 @@ class SavedTensors:
                 stack.enter_context(inspection)
             yield
         if inspection is not None and inspection.foreign_hooks:
-            self._refuse_checkpoint("set saved-tensor hooks of their own")
+            if self.rule == "current":
+                self._refuse_checkpoint("set saved-tensor hooks of their own")
+            self.habits.hides = True
 
-    def look_at(self, outputs: Iterable[Tensor]) -> None:
-        """Ends the inspection of a stage's first graph."""
-        if any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(outputs)):
-            self._refuse_checkpoint("use reentrant checkpoints")
+    def knows(self, graph: Graph) -> bool:
+        """Whether one that saves as much has been inspected; from now on it has."""
+        count = graph.size, len(graph.weights)
+        known = count in self._inspected
+        self._inspected.add(count)
+        return known
+
+    def look_at(self, ends: Iterable[Tensor]) -> None:
+        """Ends the inspection of a graph: what custom functions of autograd keep for themselves."""
+        for node in nodes_of(ends):
+            if node.name() == "CheckpointFunctionBackward":
+                self._refuse_checkpoint("use reentrant checkpoints")
+            kept: list[Any] = []
+            if isinstance(node, BackwardCFunction):
+                kept += vars(node).values()
+            self.habits.hides |= not all(map(is_constant, kept))
+            for tensor in nest.tensors(kept):
+                if self.rule == "current" and self._inspection is not None:
+                    self._refuse_derived(self._inspection.derived_by(tensor), tensor)
+        self._inspection = None
         self.habits.inspected = True
 
     def _refuse_checkpoint(self, what: str) -> None:
         raise StageError(
             f"stage {self.stage}: its modules {what} (activation checkpointing), so rule"
-            f" {self.rule!r} cannot say which weights the backward sees. Remove the"
-            " checkpointing, or use backward='recompute', which recomputes the whole stage from"
-            " its input."
+            f" {self.rule!r} cannot say which weights the backward sees. Use backward='stash' and"
+            " checkpoints with use_reentrant=False, which see the weights of the forward; or"
+            " backward='recompute', which recomputes the whole stage from its input, without"
+            " checkpointing."
         )
 
     def _refuse_derived(self, operation: str | None, tensor: Tensor) -> None:
@@ -244,6 +274,12 @@ def leaves_of(end: Tensor, behind: Iterable[Node | None]) -> list[Tensor]:
         elif node.name() == "torch::autograd::AccumulateGrad":
             leaves.append(node.variable)  # type: ignore[attr-defined]
     return leaves
+
+
+def is_constant(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(is_constant, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
 
 
 def address_of(tensor: Tensor) -> int:
