@@ -201,6 +201,28 @@ def test_a_weight_of_another_stage_that_is_used_in_disguise_is_refused() -> None
         trained(Hidden(), batches_of(5))
 
 
+class Counts(Model):
+    """Counts its pictures, in the prefix."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def before(self, x: Tensor, pixels: Tensor | None) -> Tensor:
+        if pixels is not None:
+            self.seen += 1
+        return super().before(x, pixels) + self.seen.clone()
+
+
+def test_a_buffer_that_is_first_written_later_is_refused_and_the_advice_helps() -> None:
+    with pytest.raises(StageError, match=r"buffer 'Counts.seen' is written in this batch.*Let the"):
+        trained(Counts(), batches_of(3, 3, pixels=pixels_from(1)))
+    batches = batches_of(3, 3, 3, pixels=lambda n: None if n == 1 else torch.ones(4))
+    assert_same_bits(trained(Counts(), batches).state_dict(), plain(Counts(), batches))
+
+
 # ------------------------------------------------------------------ arguments
 
 
@@ -291,6 +313,50 @@ def test_blocks_may_hand_on_more_than_one_tensor(cuts: list[str]) -> None:
     assert_same_bits(found, plain(model, batches))
 
 
+class Lengths(Model):
+    """Asks what its blocks return for a shape, or is given a plain number by them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Long(how) for _ in range(4))
+
+    def forward(self, x: Tensor, pixels: Tensor | None = None) -> Tensor:
+        hidden, length = self.before(x, pixels), 1.0
+        for block in self.blocks:
+            hidden, told = block(hidden, length)
+            length = told if self.how == "told" else float(hidden.shape[1])
+        return self.outlet(hidden.mean(1))  # type: ignore[no-any-return]
+
+
+class Long(nn.Linear):
+    def __init__(self, how: str) -> None:
+        super().__init__(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor, length: float) -> Any:  # type: ignore[override]
+        hidden = torch.tanh(super().forward(x)) / length
+        if self.how == "halves" and len(x[0]) > 4:
+            hidden = hidden[:, ::2]
+        return hidden, float(len(x[0])) if self.how == "told" else None
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("asks", None), ("halves", "asks for the shape or type"), ("told", "a Long returned")],
+)
+def test_shapes_and_numbers_between_blocks_are_right_or_refused(
+    how: str, words: str | None
+) -> None:
+    batches = batches_of(3, 3, 6)
+    if words is None:
+        assert_same_bits(trained(Lengths(how), batches).state_dict(), plain(Lengths(how), batches))
+    else:
+        trained(Lengths(how), batches[:2])
+        with pytest.raises(StageError, match=words):
+            trained(Lengths(how), batches)
+
+
 # ------------------------------------------------------------------ branches
 
 
@@ -319,6 +385,9 @@ class Branches(Model):
             hidden += 1
         if self.does("looks") and number == 2 and hidden.mean() > 0:
             return (hidden.clone(),)
+        if self.does("attribute"):
+            block: Any = self.blocks[number]
+            block.number = self.length
         if self.does("block weight") and number == 2:
             last: Any = self.blocks[3]
             return hidden, last.linear.weight[: self.length, : self.length]
@@ -339,7 +408,7 @@ class Branches(Model):
             if self.does("stops") and number == 3:
                 break
             hidden = block(*self.between(hidden, number))
-            if self.does("repeats") and number == 1:
+            if (self.does("repeats") and number == 1) or (self.does("repeats 3") and number == 3):
                 hidden = block(hidden)
         if self.does("returns early"):
             return self.outlet(early.mean(1))  # type: ignore[no-any-return]
@@ -352,11 +421,13 @@ BRANCHES = {
     "writes": "what block 1 returned is not only given to the next blocks",
     "looks": "what block 1 returned is not only given to the next blocks",
     "block weight": "asks a block of another stage for 'linear'",
+    "attribute": "sets 'number' of a block of another stage",
     "skips": "'inlet.weight'.* is used behind the blocks, but belongs",
     "early weight late": "'inlet.bias'.* is used behind the blocks, but belongs",
-    "leaves out": "block 3 is called where block 2 would be",
+    "leaves out": "block 3 is called when 2 blocks have been",
     "stops": "ended before its block 3|not only given to the next blocks",
-    "repeats": "block 1 is called where block 2 would be",
+    "repeats": "block 1 is called when 2 blocks have been",
+    "repeats 3": "block 3 is called when 4 blocks have been",
     "returns early": "'inlet.weight'.* is used behind the blocks, but belongs",
 }
 

@@ -96,6 +96,7 @@ _HOOKS = "a stand-in of an optimizer that shares its attributes must not share i
 PRIVATES: dict[str, str] = {
     "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
     "averaging/moments.py: like._optimizer_step_pre_hooks": _HOOKS,
+    "cutting/blocks.py: buffer._version": _VERSION,
     "cutting/ends.py: module._buffers": _BUFFERS,
     "engines/means.py: mean._saved_target": _SAVED,
     "engines/means.py: mean._saved_total_weight": _SAVED,

@@ -144,7 +144,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "save None": (lambda: begun().save(NONE), "folder None: give a path"),
     "resume None": (lambda: begun().resume(NONE), "folder None: give a path"),
-    "sampler": (lambda: begun().sampler(NONE, 4), "data=None: give a whole number"),
+    "sampler": (lambda: begun().sampler(NONE, 4), "data=None: give what has a length"),
 }
 
 

@@ -6,6 +6,7 @@ that this checkout installs is not among what it sees.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -43,9 +44,11 @@ QUICK_START = """
 
 
 def run(*words: str | Path, where: Path) -> str:
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*map(str, words)], cwd=where, capture_output=True, text=True, timeout=100, check=False
-    )
+        [*map(str, words)],
+        cwd=where, env=own, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

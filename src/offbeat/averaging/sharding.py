@@ -48,7 +48,11 @@ class Sampler:
         """``part``: which of so many; of one, batches are whole."""
         require_count("batch_size", batch_size)
         if not isinstance(data, Sized):
-            require_count("data", data, most=2**62)
+            whole = isinstance(data, int) and not isinstance(data, bool)
+            if not whole or not 0 <= data < 2**62:
+                raise ConfigurationError(
+                    f"data={data!r}: give what has a length, or a whole number of rows."
+                )
         self.epoch = 0
         self.is_whole = parts == 1
         self._parts, self._part = parts, part

@@ -14,13 +14,11 @@ and in which the suffix uses nothing of the prefix. Doors and stand-ins refuse o
 in which they show; ``compare.py`` looks for what is hidden from both in the first batch.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from inspect import ismethod
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +26,10 @@ from torch import Tensor, nn
 from offbeat import nest
 from offbeat.cutting.compare import compare_with_whole, explain_failure, find_loan
 from offbeat.cutting.cut import Balance, Cut, Wish, check_places
+from offbeat.cutting.doors import Call, Door, Journey, OnCall, Reached, first_of, read_calls
 from offbeat.cutting.ends import Ends, find_ends
 from offbeat.cutting.stand_ins import StandIn
+from offbeat.cutting.traced import TracedCut
 from offbeat.errors import ConfigurationError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.attributes import GONE, Change, rebound
@@ -58,18 +58,11 @@ class BlocksCut(Cut):
         longest = max(lists, key=lambda name: len(lists[name]))
         found = [_find_list(model, lists, path, longest) for path in paths]
         path = found[0] if found else longest
+        if path is None or {*found} - {path}:
+            return None
         blocks = len(lists[path])
-        if wish.count > blocks:
-            raise ConfigurationError(
-                f"{wish.count} stages, but {path} has {blocks} blocks: give at most {blocks}"
-                " stages."
-            )
-        for cut, other in zip(paths, found, strict=True):
-            if other != path:
-                raise ConfigurationError(
-                    f"cuts: {paths[0]!r} and {cut!r} are blocks of different lists; all stages"
-                    " begin at blocks of one."
-                )
+        if wish.cuts is None and wish.count > blocks:
+            return None
         places = None
         if wish.cuts is not None:
             numbers = (c.rpartition(".")[2] if isinstance(c, str) else c for c in wish.cuts)
@@ -91,6 +84,10 @@ class BlocksCut(Cut):
         compare_with_whole(self.model, stages, batch, self.path, lend)
         return replace(self, places=places, modules=tuple(stages))
 
+    def otherwise(self) -> TracedCut:
+        paths = self.places and tuple(f"{self.path}.{place}" for place in self.places)
+        return TracedCut(model=self.model, stages=self.stages, places=paths)
+
     def follow(self, changes: Sequence[Change]) -> None:
         for stage in self.modules:
             if isinstance(stage, _First | _Last):
@@ -98,11 +95,15 @@ class BlocksCut(Cut):
                     stage.body.follow(change)
 
 
-def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str) -> str:
-    """The path of the list that a block is in."""
+def _find_list(
+    model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str
+) -> str | None:
+    """The path of the list that a block is in; None for another module."""
     owner, _, number = path.rpartition(".")
     if owner in lists and number.isdigit() and int(number) < len(lists[owner]):
         return owner
+    if path in dict(model.named_modules()):
+        return None
     raise ConfigurationError(
         f"cuts: {path!r} is not a block of this {type(model).__name__}. A stage begins at a block"
         f" of a ModuleList: here {longest}.1 to {longest}.{len(lists[longest]) - 1}."
@@ -114,38 +115,6 @@ def _stages_of(model: nn.Module, ends: Ends, places: Sequence[int]) -> list[nn.M
     own = [range(*span) for span in pairwise([0, *places, len(ends.outputs)])]
     middle = [_Middle(model, ends, numbers) for numbers in own[1:-1]]
     return [_First(model, ends, own[0]), *middle, _Last(model, ends, own[-1])]
-
-
-OnCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""What happens where the model calls a block: its number, arguments and settings."""
-
-
-class _Reached(Exception):
-    """Leaves a forward once the last of the blocks has been called."""
-
-
-class _Door(nn.Module):
-    """Stands in a model's frame where a block of another stage was, and does something else."""
-
-    def __init__(self, block: nn.Module, on_call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._block, self._on_call = (block,), on_call
-        del self.training  # it is the block's
-
-    def forward(self, *arguments: Any, **settings: Any) -> Any:
-        return self._on_call(arguments, settings)
-
-    def __getattr__(self, name: str) -> Any:
-        """Plain values that a forward asks a block for, such as its kind of attention."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = getattr(self._block[0], name)
-        if isinstance(value, Tensor | nn.Module) or ismethod(value):
-            raise StageError(
-                f"the model's forward asks a block of another stage for {name!r}: it may call the"
-                " block and read plain values. Pass a list of modules, one per stage."
-            )
-        return value
 
 
 class _Body:
@@ -160,13 +129,15 @@ class _Body:
         self._frames: list[tuple[nn.Module, nn.Module, bool]] = []
         """Of each module, and whether it has run to its end before the blocks."""
         self._ends, self._first = ends, first
+        self._on_call, self._called = on_call, 0
+        self._constants: list[tuple[str, Tensor]] = []
         self._strange: dict[int, StandIn] = {
             id(parameter): _stand_in_for(name, parameter, first=first)
             for name, parameter in model.named_parameters()
             if (id(parameter) in ends.early_weights) != first
         }
         blocks = model.get_submodule(ends.path)
-        doors = [_Door(block, partial(on_call, n)) for n, block in enumerate(blocks.children())]
+        doors = [Door(block, partial(self._at, n)) for n, block in enumerate(blocks.children())]
         # By id, so that what has two names stays one.
         copies: dict[int, nn.Module] = {id(blocks): nn.ModuleList(doors)}
         self.module = self._copy(model, copies)
@@ -189,6 +160,9 @@ class _Body:
         for key, parameter in state["_parameters"].items():
             if id(parameter) in strange:
                 state[key] = strange[id(parameters.pop(key))]
+        for key, buffer in buffers.items():
+            if buffer is not None and (id(module), key) in self._ends.constants:
+                self._constants.append((f"{type(module).__name__}.{key}", buffer))
         # Else the very dict: a forward that assigns a buffer anew assigns the model's.
         if (id(module) in self._ends.early_buffers) != self._first:
             for key, buffer in buffers.items():
@@ -208,7 +182,30 @@ class _Body:
     def __call__(self, x: Nest) -> Nest:
         # In the last stage the prefix runs for nothing, and must draw no random numbers.
         self.follow_modes(asleep=not self._first)
-        return call(self.module, x)
+        before, self._called = self._versions(), 0
+        try:
+            return call(self.module, x)
+        finally:
+            pairs = zip(self._constants, before, self._versions(), strict=True)
+            for (name, _), version, now in pairs:
+                if version != now:
+                    raise StageError(
+                        f"buffer {name!r} is written in this batch and was not in the first, so"
+                        " both ends of the model have it. Let the first batch write it, or pass a"
+                        " list of modules, one per stage."
+                    )
+
+    def _at(self, number: int, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        if number != self._called:
+            raise StageError(
+                f"block {number} is called when {self._called} blocks have been: every block must"
+                " run once, in their order. Pass a list of modules, one per stage."
+            )
+        self._called += 1
+        return self._on_call(number, arguments, settings)
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for _, buffer in self._constants]
 
     def follow(self, change: Change) -> None:
         """Hooks and whatever else lies deeper are the model's own."""
@@ -218,6 +215,8 @@ class _Body:
             buffer = change.part == "_buffers" and change.name in held
             if module is not change.module or not (own or buffer):
                 continue
+            if isinstance(held.get(change.name), StandIn):
+                continue  # the other end's
             if change.name == "forward":
                 raise ConfigurationError(
                     f"{change} was replaced after this {type(self.module).__name__} was cut, and"
@@ -250,80 +249,6 @@ def _stand_in_for(name: str, tensor: Tensor, *, first: bool) -> StandIn:
     )
 
 
-class _Call(NamedTuple):
-    """How a block is called: where its arguments lie among the values that travel."""
-
-    arguments: list[int]
-    settings: dict[str, int]
-    results: list[int | None]
-    """Where the tensors that it returns go; None where nobody needs one."""
-    asked: bool
-    """Whether the model asks what shape they have, and is told that of the first argument."""
-
-
-@uncompiled
-@lru_cache(maxsize=256)
-def _read(calls: str, own: range) -> tuple[list[_Call], set[int]]:
-    """How these blocks are called, and the places of the values that later ones are called with."""
-    every = [_Call(*call) for call in json.loads(calls)]
-    later = every[own.stop :]
-    needed = {place for call in later for place in [*call.arguments, *call.settings.values()]}
-    return every[own.start : own.stop], needed
-
-
-class _Journey:
-    """One batch on its way through doors: what every block is called with."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.calls: list[_Call] = []
-        self._places: dict[Any, int] = {}
-        self._tokens: list[list[StandIn]] = []
-        """Of each block."""
-
-    def call(self, arguments: Sequence[Any], settings: dict[str, Any], output: Nest) -> Nest:
-        """Notes how the next block is called, and returns tokens in the nest of its output."""
-        where = [self._place(value) for value in arguments]
-        named = {name: self._place(value) for name, value in settings.items()}
-        number, shape = len(self.calls), nest.tensors([arguments, settings])[0]
-        why = (
-            f"what block {number} returned is not only given to the next blocks, and they may lie"
-            " in different stages. Pass a list of modules, one per stage."
-        )
-        tokens = [StandIn.of(shape, why, sealed=True) for _ in nest.tensors(output)]
-        self._tokens.append(tokens)
-        self.calls.append(_Call(where, named, [], False))
-        fresh = iter(tokens)
-        return nest.replace(output, lambda _: next(fresh))
-
-    def _place(self, value: Any) -> int:
-        key = _identity(value)
-        if key not in self._places:
-            self._places[key] = len(self.values)
-            self.values.append(value)
-        return self._places[key]
-
-    def message(self, x: Nest) -> Nest:
-        calls = [
-            call._replace(
-                results=[self._places.get(id(token)) for token in tokens],
-                asked=any(token.asked for token in tokens),
-            )
-            for call, tokens in zip(self.calls, self._tokens, strict=True)
-        ]
-        made = {place for call in calls for place in call.results}
-        values = [None if n in made else value for n, value in enumerate(self.values)]
-        return {"x": x, "values": StandIn.without(values), "calls": json.dumps(calls)}
-
-
-def _identity(value: Any) -> Any:
-    """What two values share only if one may be sent for both."""
-    if isinstance(value, tuple | list):
-        return (type(value), *map(_identity, value))
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return (type(value), repr(value)) if plain else id(value)
-
-
 class _Middle(nn.Module):
     """Some blocks, one after the other."""
 
@@ -332,33 +257,46 @@ class _Middle(nn.Module):
         blocks = list(model.get_submodule(ends.path).children())
         self.blocks = nn.ModuleList([blocks[number] for number in own])
         self._own = own
+        self._returns = [_plain_of(ends.outputs[number]) for number in own]
 
     def forward(self, given: Nest) -> Nest:
-        calls, needed = _read(given["calls"], self._own)
+        calls, needed = read_calls(given["calls"], self._own)
         _, values = self._run(calls, given["values"])
         kept = [value if place in needed else None for place, value in enumerate(values)]
         return {**given, "values": kept}
 
-    def _run(self, calls: list[_Call], given: list[Any]) -> tuple[Any, list[Any]]:
+    def _run(self, calls: list[Call], given: list[Any]) -> tuple[Any, list[Any]]:
         """What the last of the blocks returns, and all values."""
         output, values = None, list(given)
-        for number, block, how in zip(self._own, self.blocks, calls, strict=True):
+        for block, how, returns in zip(self.blocks, calls, self._returns, strict=True):
             arguments = [values[place] for place in how.arguments]
             settings = {name: values[place] for name, place in how.settings.items()}
             output = block(*arguments, **settings)
-            made = nest.tensors(output)
-            if len(made) != len(how.results) or (
-                how.asked and made[0].shape != nest.tensors([arguments, settings])[0].shape
-            ):
+            if _plain_of(output) != returns:
                 raise StageError(
-                    f"block {number} returns other tensors than in the first batch, or of another"
-                    " shape than its first argument, which the model's forward asks for. Pass a"
-                    " list of modules, one per stage."
+                    f"a {type(block).__name__} returned {returns} in the first batch, with"
+                    f" Ellipsis for tensors, and now {_plain_of(output)}: what changes must be a"
+                    " tensor. Or pass a list of modules, one per stage."
                 )
-            for place, tensor in zip(how.results, made, strict=True):
+            found = zip(how.results, how.asked, nest.tensors(output), strict=True)
+            for place, asked, tensor in found:
+                if asked and _kind_of(tensor) != _kind_of(first_of(arguments, settings)):
+                    raise StageError(
+                        "the model's forward asks for the shape or type of what a"
+                        f" {type(block).__name__} returns, and it is not that of its first"
+                        " argument. Pass a list of modules, one per stage."
+                    )
                 if place is not None:
                     values[place] = tensor
         return output, values
+
+
+def _plain_of(output: Nest) -> Nest:
+    return nest.replace(output, lambda _: ...)
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _First(_Middle):
@@ -374,34 +312,29 @@ class _First(_Middle):
         blocks = self.blocks
         del self.blocks
         self.frame, self.blocks = self.body.module, blocks  # so are their parameters in order
-        self._outputs, self._journey = ends.outputs, _Journey()
+        self._outputs, self._journey = ends.outputs, Journey()
 
     def forward(self, x: Nest) -> Nest:
         return super().forward(self._depart(x))
 
     @uncompiled
     def _depart(self, x: Nest) -> Nest:
-        self._journey = _Journey()
+        self._journey = Journey()
         try:
             self.body(x)
-        except _Reached:
+        except Reached:
             return self._journey.message(x)
         finally:
-            self._journey = _Journey()
+            self._journey = Journey()
         raise StageError(
             f"the model's forward ended before its block {len(self._outputs) - 1}, and every block"
             " must run once. Pass a list of modules, one per stage."
         )
 
     def _pass(self, number: int, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        if number != (due := len(self._journey.calls)):
-            raise StageError(
-                f"block {number} is called where block {due} would be: every block must run once,"
-                " in their order. Pass a list of modules, one per stage."
-            )
         output = self._journey.call(arguments, settings, self._outputs[number])
         if number == len(self._outputs) - 1:
-            raise _Reached
+            raise Reached
         return output
 
 
@@ -417,7 +350,7 @@ class _Last(_Middle):
         """What the last block has returned, and been called with."""
 
     def forward(self, given: Nest) -> Nest:
-        calls, _ = _read(given["calls"], self._own)
+        calls, _ = read_calls(given["calls"], self._own)
         output, values = self._run(calls, given["values"])
         places = [*calls[-1].arguments, *calls[-1].settings.values()]
         return self._arrive(given["x"], output, [values[place] for place in places])
@@ -438,8 +371,8 @@ class _Last(_Middle):
                 "what a block was called with or returned is used behind the blocks, where only"
                 " that of the last one is known. Pass a list of modules, one per stage."
             )
-            shape = nest.tensors(given)[0]
-            return nest.replace(self._outputs[number], lambda _: StandIn.of(shape, why))
+            like = first_of(given)
+            return nest.replace(self._outputs[number], lambda _: StandIn.of(like, why))
         self.body.follow_modes(asleep=False)  # the prefix is over: what ran in it may run again
         output, known = self._arrived
         StandIn.reveal(given, known)

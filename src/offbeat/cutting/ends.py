@@ -40,7 +40,7 @@ class Ends:
     outputs: list[Nest] = field(default_factory=list)
     """What each block returns, empty tensors in the place of its own."""
     constants: set[tuple[int, str]] = field(default_factory=set)
-    """Buffers that no end writes, so that both may have the model's."""
+    """Buffers that are used and that no end writes, so that both may have the model's."""
 
 
 def find_ends(model: nn.Module, path: str, x: Nest) -> Ends:
@@ -224,7 +224,7 @@ class _BufferWatch:
     def attached(self) -> Iterator[None]:
         own = {module: _buffers_of(module) for module in self._modules.values()}
         for module, buffers in own.items():
-            module._buffers = _Telltale(buffers, partial(self._use, module))
+            _assign_buffers(module, _Telltale(buffers, partial(self._use, module)))
         try:
             yield
             self.enter("")
@@ -232,7 +232,7 @@ class _BufferWatch:
             for module, buffers in own.items():
                 for key, buffer in _buffers_of(module).items():
                     buffers.setdefault(key, buffer)  # registered by this very forward
-                module._buffers = buffers
+                _assign_buffers(module, buffers)
 
     def _use(self, module: nn.Module, key: str) -> None:
         self._uses.setdefault((id(module), key), set()).add(self._part)
@@ -247,7 +247,7 @@ class _BufferWatch:
                 writers = ever - {"first"}
                 self._refuse_use(name, writers, self._uses.get((id(module), key), set()))
                 written |= dict.fromkeys(writers, name)
-                if not ever:
+                if not ever and (id(module), key) in self._uses:
                     ends.constants.add((id(module), key))
             if len(written) > 1:
                 raise ConfigurationError(
@@ -280,6 +280,10 @@ class _BufferWatch:
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers  # torch has no public name for the dict that a forward assigns to
+
+
+def _assign_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    module._buffers = buffers
 
 
 class _Telltale(dict[str, Tensor | None]):

@@ -31,6 +31,10 @@ _ABOUT = frozenset(
 """Functions that say something of a tensor without its values."""
 
 
+_OF_GRAPH = (Tensor.requires_grad, Tensor.is_leaf, Tensor.grad_fn)
+"""What is said only of the tensor itself."""
+
+
 class StandIn(Tensor):
     """Zeros in the place of a tensor of another stage, or something computed from such zeros."""
 
@@ -53,7 +57,8 @@ class StandIn(Tensor):
     @classmethod
     def reveal(cls, stand_ins: Nest, values: Nest) -> None:
         """From here on values count, and those of these stand-ins are known."""
-        pairs = zip(nest.tensors(stand_ins), nest.tensors(values), strict=True)
+        ours, theirs = nest.tensors(stand_ins), nest.tensors(values)
+        pairs = zip(ours, theirs, strict=True) if len(ours) == len(theirs) else ()
         cls._known = {id(one): (one, value) for one, value in pairs if isinstance(one, cls)}
 
     @classmethod
@@ -102,7 +107,8 @@ class StandIn(Tensor):
             return result
         tensors = nest.tensors(args[0] if name == "__setitem__" else result)
         made = [tensor for tensor in tensors if not isinstance(tensor, cls)]
-        if (counts and made) or not (tensors or name in _ABOUT):
+        about = name in _ABOUT and not (counts and getattr(func, "__self__", None) in _OF_GRAPH)
+        if (counts and made) or not (tensors or about):
             raise StageError(found[0].why)
         for tensor in made:
             if isinstance(tensor, nn.Parameter):  # written in place
