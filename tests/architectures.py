@@ -149,6 +149,11 @@ def vision(kind: str, base: dict[str, Any] = VIT, stages: int = 3, **also: Any) 
     return Architecture(hugging(kind, **{**base, **also}), images, label, {"stages": stages})
 
 
+RWKV: dict[str, Any] = {
+    "vocab_size": TOKENS, "hidden_size": WIDTH, "attention_hidden_size": WIDTH,
+    "num_hidden_layers": 4, "context_length": 16, "tie_word_embeddings": False, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 EVERY: dict[str, Architecture] = {
     "gpt2": decoder("GPT2LMHeadModel", GPT, config="GPT2Config"),
@@ -257,20 +262,8 @@ EVERY: dict[str, Architecture] = {
             "eos_token_id": 2,
         },
     ),
-    "rwkv": decoder(
-        "RwkvForCausalLM",
-        {
-            "vocab_size": TOKENS,
-            "hidden_size": WIDTH,
-            "attention_hidden_size": WIDTH,
-            "num_hidden_layers": 4,
-            "context_length": 16,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
+    "rwkv": decoder("RwkvForCausalLM", RWKV),
+    "rwkv-unscaled": decoder("RwkvForCausalLM", RWKV, rescale_every=0),
     "bert": encoder("BertForMaskedLM"),
     "roberta": encoder("RobertaForMaskedLM"),
     "distilbert": encoder(

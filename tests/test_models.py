@@ -23,7 +23,7 @@ from offbeat.cutting.sequential import SequentialCut
 from offbeat.cutting.sharing import Sharing
 from offbeat.cutting.traced import TracedCut
 from offbeat.cutting.ways import WAYS, plan_cut
-from offbeat.errors import BatchError, ConfigurationError, StageError
+from offbeat.errors import ConfigurationError
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
 from offbeat.stages.trial import same_values
 
@@ -43,6 +43,12 @@ def trained(model: nn.Module, batches: Any, method: Method, **settings: Any) -> 
         trainer.step(x, y)
     trainer.flush()
     return trainer
+
+
+@pytest.fixture
+def no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no chain of blocks is refused, as is what cannot be recorded either."""
+    monkeypatch.setattr(BlocksCut, "otherwise", lambda cut: None)
 
 
 # ------------------------------------------------------------------ blocks
@@ -126,6 +132,7 @@ def test_every_block_gets_the_arguments_that_the_model_gives_it() -> None:
     assert_same_bits(found.state_dict(), expected.state_dict())
 
 
+@pytest.mark.usefixtures("no_records")
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -143,7 +150,7 @@ def test_blocks_that_are_no_chain_are_refused(kind: type[nn.Module], words: str)
     [
         ({"cuts": ["blocks.9"]}, "'blocks.9' is not a block of this Tower.*blocks.1 to blocks.3"),
         ({"cuts": ["blocks.2", "blocks.1"]}, "they rise"),
-        ({"stages": 7}, "7 stages, but blocks has 4 blocks"),
+        ({"stages": 99}, r"99 stages, but this Tower has \d+ modules to cut at"),
         ({"ppv": (2,)}, "ppv counts the layers of an nn.Sequential, and this is a Tower"),
         ({"cuts": ["tower.2"]}, "'tower.2' is not a module of this Tower"),
     ],
@@ -271,6 +278,7 @@ class Shifts(nn.Linear):
         return torch.relu(super().forward(x)) + shift
 
 
+@pytest.mark.usefixtures("no_records")
 @pytest.mark.parametrize(
     ("way", "words"),
     [
@@ -380,6 +388,7 @@ def test_buffers_of_the_model_itself_are_those_of_its_ends(where: str, replicas:
     assert found.evaluate(batches[:1]).loss == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.usefixtures("no_records")
 @pytest.mark.parametrize(
     ("where", "words"),
     [
@@ -418,6 +427,7 @@ class Counts(Tower):
         return super().behind(hidden)
 
 
+@pytest.mark.usefixtures("no_records")
 def test_buffers_of_one_module_written_at_both_ends_are_refused() -> None:
     words = r"'n_in' is written before the blocks and 'n_out' behind them.*\(Counts\).*of its own"
     with pytest.raises(ConfigurationError, match=words):
@@ -491,6 +501,7 @@ class Tells(Tower):
         return super().behind(hidden)
 
 
+@pytest.mark.usefixtures("no_records")
 @pytest.mark.parametrize(("end", "reader"), [("before", 2), ("behind", 0)])
 def test_a_buffer_that_an_end_writes_and_a_block_of_another_stage_holds_is_refused(
     end: str, reader: int
@@ -783,6 +794,7 @@ class Looks(Tower):
         return torch.stack([block(hidden) for block in self.blocks]).mean(0)
 
 
+@pytest.mark.usefixtures("no_records")
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -872,16 +884,12 @@ def test_a_traced_model_trains_and_loads_back(method: Method) -> None:
     whole.load_state_dict(trainer.state_dict())
     whole.eval()
     assert not torch.equal(whole.norm.running_mean, torch.zeros(4))  # type: ignore[arg-type]
-    size = 3 if isinstance(method, ADL) else 6
-    parts = [(x[:size], y[:size]) for x, y in batches]
+    parts = [(x[:3], y[:3]) for x, y in batches] + [(x[:1], y[:1]) for x, y in batches]
     with torch.no_grad():
-        losses = [float(F.cross_entropy(whole(x), y)) for x, y in parts]
-    assert trainer.evaluate(parts).loss == pytest.approx(sum(losses) / len(losses), abs=1e-6)
-    with pytest.raises(BatchError, match=r"traced for inputs of .* and was given \(1, 1, 8, 8\)"):
-        trainer.evaluate([(x[:1], y[:1]) for x, y in batches])
-    with pytest.raises(BatchError, match="takes one shape"):
-        trainer.step(batches[0][0][:4], batches[0][1][:4])
-    trainer.step(*batches[0])
+        losses = [float(F.cross_entropy(whole(x), y)) * len(x) for x, y in parts]
+    mean = sum(losses) / sum(len(x) for x, _ in parts)
+    assert trainer.evaluate(parts).loss == pytest.approx(mean, abs=1e-6)
+    trainer.step(batches[0][0][:4], batches[0][1][:4])
 
 
 def test_without_dropout_tracing_gives_the_bits_of_a_plain_loop() -> None:
@@ -923,10 +931,6 @@ def test_a_traced_model_keeps_the_modes_of_its_modules() -> None:
         assert torch.allclose(ours.state_dict()[name], value, atol=1e-6), name
     assert torch.equal(ours.state_dict()["norm.running_mean"], before["running_mean"])
     ours.evaluate(batches)
-    ours.step(*batches[0])
-    ours.model.train()
-    with pytest.raises(StageError, match=r"'norm' is in training .* recorded in evaluation"):
-        ours.step(*batches[0])
 
 
 # ------------------------------------------------------------------ every way

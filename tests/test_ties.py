@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,6 +41,8 @@ from offbeat.methods import (
     StaleWeights,
     Synchronous,
 )
+from offbeat.transport.base import Key
+from offbeat.transport.link import Connection
 
 CUTS = ([2], [2, 5], [2, 5, 7])
 
@@ -362,7 +365,9 @@ def ends_in_rows(
         for x, y in trainer.batches(data[4:]):
             trainer.step(x, y)
         trainer.flush()
-        ends.append((trainer.state_dict(), value))
+        with torch.no_grad():  # by hand; of replicas here only the first would be
+            trainer.model.get_parameter("0.weight").mul_(0.5 if replicas == 1 else 1.0)
+        ends.append((trainer.state_dict(), value + trainer.evaluate(data[:2]).loss))
     return ends
 
 
@@ -372,14 +377,51 @@ EACH_RULE: list[Method] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("replicas", "cuts"), [(1, [2, 5]), (1, [1, 2, 5]), (2, [5])], ids=str)
-def test_processes_give_the_bits_of_one(replicas: int, cuts: list[int]) -> None:
-    alone = ends_in_rows(replicas, EACH_RULE, cuts)
+@pytest.mark.parametrize(
+    ("replicas", "cuts", "methods"),
+    [(1, [5], EACH_RULE), (1, [1, 2, 5], EACH_RULE[4:7]), (2, [5], EACH_RULE[3:5])],
+    ids=["two", "four", "replicas"],
+)
+def test_processes_give_the_bits_of_one(
+    replicas: int, cuts: list[int], methods: list[Method]
+) -> None:
+    alone = ends_in_rows(replicas, methods, cuts)
     count = replicas * (len(cuts) + 1)
-    for of_rank in offbeat.launch(ends_in_rows, count, replicas, EACH_RULE, cuts, timeout_s=100):
+    for of_rank in offbeat.launch(ends_in_rows, count, replicas, methods, cuts, timeout_s=100):
         for (ours, value), (theirs, expected) in zip(of_rank, alone, strict=True):
             assert_same_bits(ours, theirs)
             assert value == expected
+
+
+def traffic(method: Method) -> tuple[list[int], int]:
+    """How often each stage has sent the values of a weight onwards, and gradients of it back."""
+    sent = dict.fromkeys(("activation", "gradient", "evaluation"), 0)
+    put = Connection.put
+
+    def counted(connection: Connection, key: Key, message: Any) -> None:
+        if key.what in sent:
+            sent[key.what] += sum(t.shape == (64, 64) for t in nest.tensors(message))
+        put(connection, key, message)
+
+    with patch.object(Connection, "put", counted):
+        trainer = trainer_for(wide(), method, cuts=[1, 3, 4])
+        data = [(torch.randn(8, 64), torch.randint(64, (8,))) for _ in range(6)]
+        for x, y in trainer.batches(data):
+            trainer.step(x, y)
+        trainer.flush()
+        for _ in range(2):
+            trainer.evaluate(data[:3])
+    versions = {e.version for e in trainer.ledger if (e.kind, e.stage) == ("F", 0)}
+    return list(sent.values()), len(versions)
+
+
+@pytest.mark.parametrize(("method", "parts"), [(StaleWeights(), 1), (ADL(4), 4)], ids=str)
+def test_a_version_is_sent_once_and_a_gradient_per_part(method: Method, parts: int) -> None:
+    every = offbeat.launch(traffic, 4, method, timeout_s=100)
+    for rank, (sent, versions) in enumerate(every):
+        forth, back = rank < 3, rank > 0
+        assert sent == [versions * forth, 6 * parts * back, 2 * forth], rank
+    assert versions < 6 or parts == 1
 
 
 def test_processes_resume_with_the_same_bits(tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def from_words(words: Any, tensors: Sequence[Tensor]) -> Nest:
         parts = (from_words(part, tensors) for part in inner)
         return tuple(parts) if kind == "tuple" else torch.Size(parts)
     if kind == "bundle":
-        return Bundle(*(from_words(part, tensors) for part in inner))
+        given, ties = (from_words(part, tensors) for part in inner)
+        return Bundle(given, dict(ties))
     if kind in ("dict", "counter"):
         pairs = {from_words(key, tensors): from_words(part, tensors) for key, part in inner}
         return pairs if kind == "dict" else Counter(pairs)

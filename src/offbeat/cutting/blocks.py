@@ -29,6 +29,7 @@ from offbeat.cutting.cut import Balance, Cut, Wish, check_places
 from offbeat.cutting.doors import Call, Door, Journey, OnCall, Reached, first_of, read_calls
 from offbeat.cutting.ends import Ends, find_ends
 from offbeat.cutting.stand_ins import StandIn
+from offbeat.cutting.traced import TracedCut
 from offbeat.errors import ConfigurationError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.attributes import GONE, Change, rebound
@@ -57,18 +58,11 @@ class BlocksCut(Cut):
         longest = max(lists, key=lambda name: len(lists[name]))
         found = [_find_list(model, lists, path, longest) for path in paths]
         path = found[0] if found else longest
+        if path is None or {*found} - {path}:
+            return None
         blocks = len(lists[path])
-        if wish.count > blocks:
-            raise ConfigurationError(
-                f"{wish.count} stages, but {path} has {blocks} blocks: give at most {blocks}"
-                " stages."
-            )
-        for cut, other in zip(paths, found, strict=True):
-            if other != path:
-                raise ConfigurationError(
-                    f"cuts: {paths[0]!r} and {cut!r} are blocks of different lists; all stages"
-                    " begin at blocks of one."
-                )
+        if wish.cuts is None and wish.count > blocks:
+            return None
         places = None
         if wish.cuts is not None:
             numbers = (c.rpartition(".")[2] if isinstance(c, str) else c for c in wish.cuts)
@@ -90,6 +84,10 @@ class BlocksCut(Cut):
         compare_with_whole(self.model, stages, batch, self.path, lend)
         return replace(self, places=places, modules=tuple(stages))
 
+    def otherwise(self) -> TracedCut:
+        paths = self.places and tuple(f"{self.path}.{place}" for place in self.places)
+        return TracedCut(model=self.model, stages=self.stages, places=paths)
+
     def follow(self, changes: Sequence[Change]) -> None:
         for stage in self.modules:
             if isinstance(stage, _First | _Last):
@@ -97,11 +95,15 @@ class BlocksCut(Cut):
                     stage.body.follow(change)
 
 
-def _find_list(model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str) -> str:
-    """The path of the list that a block is in."""
+def _find_list(
+    model: nn.Module, lists: dict[str, nn.ModuleList], path: str, longest: str
+) -> str | None:
+    """The path of the list that a block is in; None for another module."""
     owner, _, number = path.rpartition(".")
     if owner in lists and number.isdigit() and int(number) < len(lists[owner]):
         return owner
+    if path in dict(model.named_modules()):
+        return None
     raise ConfigurationError(
         f"cuts: {path!r} is not a block of this {type(model).__name__}. A stage begins at a block"
         f" of a ModuleList: here {longest}.1 to {longest}.{len(lists[longest]) - 1}."

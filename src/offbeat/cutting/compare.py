@@ -24,31 +24,73 @@ Loan = Callable[[], AbstractContextManager[None]]
 
 
 def compare_with_whole(
-    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, lend: Loan
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    batch: Nest,
+    name: str,
+    lend: Loan,
+    *,
+    recorded: bool = False,
 ) -> None:
-    """Refuses stages that do not compute what the whole model does, and remember it alike."""
+    """Refuses stages that do not compute what the whole model does, and remember it alike.
+
+    ``recorded``: they run other code than the model's own, which may know a gradient of its own.
+    """
     stages = share(model, stages)
-    _refuse_other_outputs(model, stages, batch, name)
-    with lend():  # zeros at the start hide what is used
-        _refuse_other_outputs(model, stages, batch, name)
-        _refuse_other_gradients(model, stages, batch, name)
     Sharing.among(model, stages).refuse_written_buffers(batch)
-
-
-def _refuse_other_outputs(
-    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
-) -> None:
+    compare = partial(_compare_in_mode, model, stages, batch, name)
     for training in (True, False):
-        with switch_mode(model, training=training):
-            whole = outputs_of([Whole(model)], batch)[-1]
-            with explain_failure(model, name):
-                cut = _output_of(model, stages, batch)
+        compare(training, gradients=False)
+    with lend():  # zeros at the start hide what is used
+        for training in (True, False):
+            compare(training, gradients=training, must=recorded)
+
+
+def compare_record(model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str) -> None:
+    """The same for a record made in the midst of training: in one mode, at the model's weights."""
+    training = model.training
+    _compare_in_mode(model, stages, batch, name, training, gradients=training, must=True)
+
+
+def _compare_in_mode(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    batch: Nest,
+    name: str,
+    training: bool,
+    *,
+    gradients: bool,
+    must: bool = False,
+) -> None:
+    kind = type(model).__name__
+    with switch_mode(model, training=training):
+        whole = outputs_of([Whole(model)], batch)[-1]
+        with explain_failure(model, name):
+            cut = _output_of(model, stages, batch)
         if not same_values(cut, whole):
             raise ConfigurationError(
-                f"cut at {name}, this {type(model).__name__} computes something else than in one"
-                f" piece {'in training' if training else 'in evaluation'}."
-                f" {_reason(model, _UNSEEN)}"
+                f"cut at {name}, this {kind} computes something else than in one piece"
+                f" {'in training' if training else 'in evaluation'}. {_reason(model, _UNSEEN)}"
             )
+        if gradients:
+            _refuse_other_gradients(model, stages, batch, name, must)
+        before, after = (_buffers_after(model, part, batch) for part in ([Whole(model)], stages))
+        for key in before:
+            if not same_values(after.get(key), before[key]):
+                raise ConfigurationError(
+                    f"cut at {name}, buffer {key!r} of this {kind} holds something else after a"
+                    f" forward than in one piece. {_UNSEEN}"
+                )
+
+
+def _buffers_after(
+    model: nn.Module, modules: Sequence[nn.Module], batch: Nest
+) -> dict[str, Tensor]:
+    value = nest.replace(batch, lambda t: t.clone())
+    with leave_untouched([model, *modules]):
+        for module in modules:
+            value = nest.replace(module(value), lambda t: t.clone())  # it may hand on a buffer
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def _output_of(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> Nest:
@@ -69,7 +111,7 @@ def _output_of(model: nn.Module, stages: Sequence[nn.Module], batch: Nest) -> Ne
 
 
 def _refuse_other_gradients(
-    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str
+    model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str, must: bool
 ) -> None:
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     try:
@@ -78,8 +120,15 @@ def _refuse_other_gradients(
             # Kept on the host: the device may have no room for the gradients twice.
             whole = {n: gradient.cpu() for n, gradient in whole.items()}
             other = _other_gradient(whole, _gradients(stages, batch, trained))
-    except Exception:  # reentrant checkpoints cannot be asked, and memory may not suffice for it
-        return
+    except Exception as error:  # reentrant checkpoints, and memory may not suffice for it
+        if not must or isinstance(error, torch.OutOfMemoryError):
+            return
+        raise ConfigurationError(
+            f"the gradients of this {type(model).__name__} cannot be asked for, so that its record"
+            f" is not known to have the same ({type(error).__name__}:"
+            f" {str(error).partition('.')[0]}). Checkpoint with use_reentrant=False, or pass a list"
+            " of modules, one per stage."
+        ) from error
     if other is not None:
         raise ConfigurationError(
             f"cut at {name}, parameter {other!r} of this {type(model).__name__} gets another"

@@ -4,6 +4,7 @@ Costs are arithmetic, which is counted and the same on every machine, or time, w
 the device at hand.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -44,20 +45,25 @@ def count_operations(modules: Sequence[nn.Module], batch: Nest) -> list[float]:
     return counts
 
 
-def count_between(model: nn.Module, paths: Sequence[str], batch: Nest) -> list[float]:
-    """Arithmetic from the call of each module to that of the next, in one forward of the model."""
-    totals: dict[str, float] = {}
+def count_between(model: nn.Module, paths: Sequence[str], batch: Nest) -> dict[str, float]:
+    """Arithmetic from the call of each module to that of the next, in one forward of the model.
+
+    In the order of the calls, and of modules that are called once.
+    """
+    calls: list[tuple[str, float]] = []
     with _OperationCounter() as counter, ExitStack() as hooks:
         for path in paths:
             hooks.enter_context(
                 model.get_submodule(path).register_forward_pre_hook(
-                    lambda *_, path=path: totals.setdefault(path, counter.total) and None
+                    lambda *_, path=path: calls.append((path, counter.total))
                 )
             )
         outputs_of([Whole(model)], batch)
-        ends = [*(totals.get(path, 0.0) for path in paths[1:]), counter.total]
+    often = Counter(path for path, _ in calls)
+    once = {path: begin for path, begin in calls if often[path] == 1}
+    ends = [*once.values(), counter.total][1:]
     begins = [0.0, *ends[:-1]]
-    return [max(0.0, end - begin) for begin, end in zip(begins, ends, strict=True)]
+    return {path: end - begin for path, end, begin in zip(once, ends, begins, strict=True)}
 
 
 class _OperationCounter(TorchDispatchMode):

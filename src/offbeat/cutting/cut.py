@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -80,7 +81,20 @@ class Cut(ABC):
         """The same cut with its stages made. ``balance`` chooses the places that nobody gave."""
         if not self.needs_batch:
             return self
-        return self.make(batch, balance).with_ties()
+        return self._make_somehow(batch, balance).with_ties()
+
+    def _make_somehow(self, batch: Nest, balance: Balance) -> "Cut":
+        try:
+            return self.make(batch, balance)
+        except ConfigurationError as error:
+            other = self.otherwise()
+            if other is None:
+                raise
+            try:
+                return other.make(batch, balance)
+            except ConfigurationError as again:
+                words = f"{error} Nor can it be recorded and divided: {again}"
+                raise ConfigurationError(words) from again
 
     def make(self, batch: Nest, balance: Balance) -> "Cut":
         """What ``decide`` does in ways that cannot make the stages without a batch."""
@@ -113,14 +127,18 @@ class Cut(ABC):
     def follow(self, changes: Sequence[Change]) -> None:  # noqa: B027
         """Lets the stages follow what a script has changed of the model, or refuses it."""
 
-    # A way whose stages take one shape, or whose parts do not run alone, overrides these.
+    # A way that may find no stages, whose stages have to prepare for a batch, or whose parts do not
+    # run alone, overrides these.
 
-    def sample(self, batch: Nest, micro_batches: int) -> Nest:  # noqa: ARG002
-        """What of a first batch the stages are to be made with; the whole by default."""
-        return batch
+    def otherwise(self) -> "Cut | None":
+        """Another cut, to be made where this one turns out not to be for the model."""
+        return None
 
     def check_batch(self, inputs: Sequence[Nest], micro_batches: int) -> None:  # noqa: B027
-        """Refuses inputs, one per replica, that the stages cannot take in so many parts."""
+        """Prepares for inputs, one per replica, in so many parts, or refuses them."""
+
+    def trust(self, lent: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
+        """Says how to read weights that another process trains."""
 
     def check_timing(self) -> None:  # noqa: B027
         """Refuses ``balance="measured"`` if the parts of this model cannot be timed alone."""

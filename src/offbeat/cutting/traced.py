@@ -1,40 +1,41 @@
-"""Any other model: traced by PyTorch's own tools and split where a named module begins.
+"""Any other model: recorded by PyTorch's own tools and divided where a named module begins.
 
-``torch.distributed.pipelining.pipeline`` records a forward (``torch.export``) and cuts the record.
-Parameters stay the model's own. A record is either of training or of evaluation, so there are two,
-and the model's mode decides which one runs; modules that are frozen in evaluation stay so in both.
+Parameters stay the model's own. A record is of one mode of every module and of the sizes that its
+guards let through; another batch or mode is recorded when it comes, by every process for itself.
 What a later stage needs of an earlier one than its neighbour travels through the stages in between.
-Records are of one shape; another is refused.
 """
 
-import operator
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
 
 from offbeat import nest
 from offbeat.cutting.balance import cut_by_costs
-from offbeat.cutting.compare import compare_with_whole, find_loan
+from offbeat.cutting.compare import compare_record, compare_with_whole, find_loan
 from offbeat.cutting.costs import count_between
 from offbeat.cutting.cut import Balance, Cut, Wish
-from offbeat.errors import BatchError, ConfigurationError, StageError
+from offbeat.cutting.record import SingleDraws
+from offbeat.errors import BatchError, ConfigurationError
 from offbeat.nest import Nest
 from offbeat.stages.attributes import Change, hook_of
-from offbeat.stages.trial import switch_mode
+from offbeat.stages.trial import Whole, outputs_of, switch_mode
 
-_INPUT = "x"
+_MOST_RECORDS = 64
+
+if TYPE_CHECKING:
+    from offbeat.cutting.records import Records
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedCut(Cut):
     """A model split where named modules are called; without names the counted cost decides."""
 
-    shapes: tuple[torch.Size, ...] | None = None
-    """Of the inputs that the stages were recorded for."""
+    records: "Records | None" = None
 
     @classmethod
     def plan(cls, wish: Wish) -> "TracedCut | None":
@@ -64,34 +65,71 @@ class TracedCut(Cut):
         return cls(model=model, stages=wish.count, places=tuple(map(str, wish.cuts)))
 
     def make(self, batch: Nest, balance: Balance) -> "TracedCut":  # noqa: ARG002
+        model, paths = self.model, [str(path) for path in self.places or ()]
         if self.places is None:
-            known = candidates(self.model)
-            costs = count_between(self.model, known, batch)
-            paths = [known[place] for place in cut_by_costs(costs, self.stages)]
-        else:
-            paths = [str(path) for path in self.places]
-        if (hook := hook_of([self.model])) is not None:
+            costs = count_between(model, candidates(model), batch)
+            if self.stages > len(costs):
+                raise ConfigurationError(
+                    f"{self.stages} stages, but one forward of this {type(model).__name__} calls"
+                    f" {len(costs)} modules once: give fewer stages, or a list of modules, one per"
+                    " stage."
+                )
+            paths = [[*costs][place] for place in cut_by_costs([*costs.values()], self.stages)]
+        from offbeat.cutting.records import RecordedStage, Records  # takes a second to import
+
+        if (hook := hook_of([model])) is not None:
             raise ConfigurationError(
-                f"the hook {hook} would be called while this {type(self.model).__name__} is traced"
-                " and never again. Take it off, or pass a list of modules, one per stage."
+                f"the hook {hook} would be called while this {type(model).__name__} is traced and"
+                " never again. Take it off, or pass a list of modules, one per stage."
             )
-        lend = find_loan(self.model, batch)
-        stages = _stages_of(self.model, paths, batch)
-        compare_with_whole(self.model, stages, batch, ", ".join(paths), lend)
-        return replace(self, places=tuple(paths), modules=tuple(stages), shapes=_shapes_of(batch))
+        _refuse_deciding_draws(model, batch)
+        lend = find_loan(model, batch)
+        records = Records(model, paths)
+        for training in (True, False):
+            with switch_mode(model, training=training), torch.set_grad_enabled(training):
+                records.find(batch)
+        stages = [RecordedStage(records, number) for number in range(self.stages)]
+        with _without_fast_path():
+            compare_with_whole(model, stages, batch, ", ".join(paths), lend, recorded=True)
+        return replace(self, places=tuple(paths), modules=tuple(stages), records=records)
 
     def copy(self) -> Self:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, about its own deprecations
             return super().copy()
 
-    def sample(self, batch: Nest, micro_batches: int) -> Nest:
-        return nest.split(batch, micro_batches)[0]  # recorded for the shape that stages will see
+    def trust(self, lent: Callable[[], AbstractContextManager[None]]) -> None:
+        if self.records is not None:
+            self.records.lent = lent
 
     def check_batch(self, inputs: Sequence[Nest], micro_batches: int) -> None:
-        pieces = [piece for x in inputs for piece in nest.split(x, micro_batches)]
-        for piece in pieces:
-            _check_shapes(self.shapes or _shapes_of(pieces[0]), piece)
+        """Records what these parts need, before the batch has begun."""
+        if self.records is not None:
+            for x in inputs:
+                for part in nest.split(x, micro_batches):
+                    self._prepare(self.records, part)
+
+    def _prepare(self, records: "Records", batch: Nest) -> None:
+        known = records.known()
+        try:
+            found = records.find(batch)
+            if found not in known:
+                if len(known) >= _MOST_RECORDS:
+                    raise ConfigurationError(
+                        f"{len(known)} records were made of this {type(self.model).__name__}, and"
+                        " this batch needs another one: every plain number and, where the model"
+                        " fixes them, every size needs its own. Give numbers that change as"
+                        " tensors, and pad sequences to few lengths."
+                    )
+                with records.lent(), _without_fast_path():
+                    compare_record(self.model, self.modules, batch, self._name)
+        except ConfigurationError as error:
+            records.forget_all_but(known)
+            raise BatchError(f"{error} The batch was not started.") from error
+
+    @property
+    def _name(self) -> str:
+        return ", ".join(map(str, self.places or ()))
 
     def follow(self, changes: Sequence[Change]) -> None:
         for change in changes:
@@ -112,197 +150,43 @@ class TracedCut(Cut):
 
 
 def candidates(model: nn.Module) -> list[str]:
-    """Paths at which a stage could begin: children, and those of nn.Sequentials among them."""
+    """Paths at which a stage could begin: children, and those of what consists of a list."""
     paths: list[str] = []
     for name, child in model.named_children():
-        inner = candidates(child) if isinstance(child, nn.Sequential) else []
-        paths += [f"{name}.{path}" for path in inner] or [name]
+        lists = isinstance(child, nn.Sequential | nn.ModuleList)
+        if lists or any(isinstance(m, nn.ModuleList) for m in child.modules()):
+            paths += [f"{name}.{path}" for path in candidates(child)] or [name] * (not lists)
+        else:
+            paths.append(name)
     return paths
 
 
-def _shapes_of(batch: Nest) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in nest.tensors(batch))
-
-
-def _check_shapes(recorded: Sequence[torch.Size], batch: Nest) -> None:
-    for was, now in zip(recorded, _shapes_of(batch), strict=True):
-        if was != now:
-            raise BatchError(
-                f"this model was traced for inputs of {tuple(was)} and was given {tuple(now)}: a"
-                " traced model takes one shape. Use DataLoader(..., drop_last=True)."
-            )
-
-
-def _stages_of(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
-    records = []
-    modes: list[list[bool]] = []
-    for training in (True, False):
-        with switch_mode(model, training=training):
-            modes.append([module.training for module in model.modules()])
-            records.append(_record(model, paths, x))
-    return [_Stage(model, modes, *both) for both in zip(*records, strict=True)]
-
-
-def _record(model: nn.Module, paths: Sequence[str], x: Nest) -> list[nn.Module]:
-    from torch.distributed.pipelining import SplitPoint, pipeline  # takes seconds to import
-
-    settings = x if isinstance(x, dict) else {}
-    marked = [model.get_submodule(path) for path in paths]
-    before = [dict(module.__dict__) for module in marked]
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Without what nn.MultiheadAttention does in evaluation alone, which no record has."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about its own deprecations
-            pipe = pipeline(
-                model,
-                () if settings else (x,),
-                settings,
-                split_spec=dict.fromkeys(paths, SplitPoint.BEGINNING),
-            )
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _refuse_deciding_draws(model: nn.Module, batch: Nest) -> None:
+    """Refuses a model that draws a number to decide which of its modules run."""
+    orders: list[list[nn.Module]] = []
+    for number in (0.0, 0.999999):
+        orders.append([])
+        calls = [
+            m.register_forward_pre_hook(lambda m, _: orders[-1].append(m)) for m in model.modules()
+        ]
+        with switch_mode(model, training=True), SingleDraws(number):
+            outputs_of([Whole(model)], batch)
+        for call in calls:
+            call.remove()
+    if orders[0] != orders[1]:
         raise ConfigurationError(
-            f"torch.export cannot record this {type(model).__name__}: {reason}. Pass a list of"
-            " modules, one per stage."
-        ) from error
-    finally:  # torch marks the split in the modules' own forward and leaves it there
-        for module, attributes in zip(marked, before, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-    if pipe.num_stages != len(paths) + 1:
-        raise ConfigurationError(
-            f"cuts={list(paths)} make {pipe.num_stages} stages in the order in which the modules"
-            " are called: give each path once, in that order."
+            f"this {type(model).__name__} draws a number to decide which of its modules run"
+            " (LayerDrop), and a record always runs the same. Set it to 0, in models of Hugging"
+            " Face config.layerdrop, encoder_layerdrop or decoder_layerdrop."
         )
-    _undo_copies(model, pipe)
-    return _route(pipe, list(settings))
-
-
-def _undo_copies(model: nn.Module, pipe: Any) -> None:
-    """Torch has given each stage a copy of a parameter that several use."""
-    for part, name in (user for users in pipe.replicated_params for user in users.items()):
-        owner, _, key = name.rpartition(".")
-        setattr(
-            pipe.split_gm.get_submodule(part).get_submodule(owner), key, model.get_parameter(name)
-        )
-
-
-class _Stage(nn.Module):
-    """A stage's record of training and the one of evaluation, over the same weights."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        modes: Sequence[Sequence[bool]],
-        training: nn.Module,
-        evaluation: nn.Module,
-    ) -> None:
-        super().__init__()
-        self.in_training, self.in_evaluation = training, evaluation
-        # Not children: the model decides the mode and lends its weights.
-        self._modules_of_model = tuple(model.modules())
-        self._modes = [list(of_record) for of_record in modes]
-
-    def forward(self, given: Nest) -> Nest:
-        training = self._modules_of_model[0].training
-        recorded = self._modes[0 if training else 1]
-        if [module.training for module in self._modules_of_model] != recorded:
-            self._refuse_modes(recorded)
-        return (self.in_training if training else self.in_evaluation)(given)
-
-    def _refuse_modes(self, recorded: Sequence[bool]) -> None:
-        named = self._modules_of_model[0].named_modules()
-        name, now = next(
-            (name, module.training)
-            for (name, module), was in zip(named, recorded, strict=True)
-            if module.training != was
-        )
-        modes = "training", "evaluation"
-        raise StageError(
-            f"module {name!r} is in {modes[not now]} and was recorded in {modes[now]}: a traced"
-            " model keeps the modes that its modules had at the first batch. Put it back with"
-            f" .{'eval' if now else 'train'}(), or make a new Trainer."
-        )
-
-
-def _route(pipe: Any, names: Sequence[str]) -> list[nn.Module]:
-    """Reads off the recorded graph what every stage takes, and from whom."""
-    calls: list[tuple[nn.Module, list[str], str]] = []
-    result = ""
-    whence: dict[str, str] = {}
-    for node in pipe.split_gm.graph.nodes:
-        if node.op == "placeholder":
-            whence[node.name] = f"{_INPUT}.{node.name}" if names else _INPUT
-        elif node.op == "call_module":
-            module = pipe.split_gm.get_submodule(node.target)
-            calls.append((module, [whence[a.name] for a in node.args], node.name))
-            whence[node.name] = node.name
-        elif node.target is operator.getitem:
-            whence[node.name] = f"{whence[node.args[0].name]}.{node.args[1]}"
-        elif node.op == "output":
-            value = node.args[0]
-            value = value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
-            if isinstance(value, (tuple, list)):
-                raise ConfigurationError(
-                    "a traced model must return one tensor or one stage's output as it is; this one"
-                    " collects outputs of several stages. Pass a list of modules, one per stage."
-                )
-            result = whence[value.name]
-    wanted_later = [
-        {take for _, takes, _ in calls[k + 1 :] for take in takes} for k in range(len(calls))
-    ]
-    return [
-        _Piece(module, takes, gives, keep, None if k < len(calls) - 1 else result)
-        for k, ((module, takes, gives), keep) in enumerate(zip(calls, wanted_later, strict=True))
-    ]
-
-
-class _Piece(nn.Module):
-    """One recorded stage: takes what it needs from the values under way, adds its own."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        takes: Sequence[str],
-        gives: str,
-        keep: set[str],
-        result: str | None,
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self._takes, self._gives, self._keep, self._result = list(takes), gives, keep, result
-        self._shapes: tuple[torch.Size, ...] | None = None
-        self._settings: str | None = None
-
-    def _check_settings(self, batch: Nest) -> None:
-        """What of a batch is no tensor is built in."""
-        settings = repr(nest.replace(batch, lambda _: ...)).replace("Ellipsis", "...")
-        self._settings = self._settings or settings
-        if settings != self._settings:
-            raise BatchError(
-                f"this model was traced for batches like {self._settings} and was given one like"
-                f" {settings}: a trace has numbers and words built in. Give what changes as a"
-                " tensor."
-            )
-
-    def forward(self, given: Nest) -> Nest:
-        first = not (isinstance(given, dict) and "offbeat" in given)
-        values: dict[str, Any] = _name_parts(_INPUT, given) if first else dict(given["offbeat"])
-        arguments = [values[name] for name in self._takes]
-        self._shapes = self._shapes or _shapes_of(arguments)
-        _check_shapes(self._shapes, arguments)
-        if first:
-            self._check_settings(given)
-        values |= _name_parts(self._gives, self.module(*arguments))
-        if self._result is not None:
-            return values[self._result]
-        return {"offbeat": {name: v for name, v in values.items() if name in self._keep}}
-
-
-def _name_parts(name: str, value: Any) -> dict[str, Any]:
-    """A value, and the entries of one that has several, under the names the graph uses."""
-    entries: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        entries = value.items()
-    elif isinstance(value, (tuple, list)):
-        entries = enumerate(value)
-    return {name: value} | {f"{name}.{key}": part for key, part in entries}

@@ -97,6 +97,8 @@ def evaluate(
         shown = engine.shown_workers()
         for number, (x, y) in enumerate(pairs_of(loader, "evaluate")):
             check_devices(nest.tensors([x, y]), setup.device)
+            if engine.placement.holds_first:
+                pipeline.cut.check_batch([x], 1)
             count = _count_of(pipeline, number, x, y)
             end = None
             for worker in shown:

@@ -44,6 +44,8 @@ class Models:
             self._flags += _pair(own.parameters(), copy.parameters(), "requires_grad")
         self._attributes = [Attributes([model]) for model in self]
         self._elsewhere = list(_trained_elsewhere(cut, here))
+        for cut in self.cuts:
+            cut.trust(self.lent)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (cut.model for cut in self.cuts)

@@ -128,8 +128,7 @@ class Pipeline:
             if self.position.step == 0:
                 self.engine.refuse_equal_shards(x, y)
             if not self.is_built:
-                sample = self.cut.sample(shards[0].x, schedule.micro_batches)
-                self.build(self.engine.share_first(sample))
+                self.build(self.engine.share_first(shards[0].x))
             self.models.hide()
             if step == 0:
                 with self.engine.between_steps():

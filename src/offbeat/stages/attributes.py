@@ -183,15 +183,16 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def hook_of(modules: Iterable[nn.Module]) -> str | None:
-    """The first hook on a module that is not torch's own: it may do what is no tensor's business.
+    """The first hook on a module that may do what is no tensor's business.
 
-    What runs without Python would leave that out.
+    What runs without Python would leave that out. Not torch's own, and not those of transformers,
+    which collect what the same forward returns.
     """
     for root in modules:
         for path, module in root.named_modules():
             for hook in chain.from_iterable(vars(module)[name].values() for name in sorted(HOOKS)):
                 if not str(getattr(hook, "__module__", "") or type(hook).__module__).startswith(
-                    "torch."
+                    ("torch.", "transformers.")
                 ):
                     return f"{getattr(hook, '__qualname__', type(hook).__qualname__)} on {path!r}"
     return None

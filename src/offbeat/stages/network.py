@@ -12,7 +12,7 @@ from torch.func import functional_call
 from offbeat import nest
 from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
-from offbeat.nest import Nest, is_dense
+from offbeat.nest import Bundle, Nest, is_dense
 from offbeat.rng import HostState, host_replayed, seed_for, seeded
 from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
@@ -60,6 +60,8 @@ class Network:
         """How many of these, from the first on, are the model's; the rest are the head's."""
         self.shared = module.own_weights() if isinstance(module, Relay) else []
         """Those that later stages use, too: their values are part of what is sent."""
+        self._sent: dict[Tensor, Tensor] = {}
+        """Of these the values that were sent last: one tensor for as long as they are the same."""
         self.keeps_place = False
         """Whether updates write where the weights lie, so that what is sent has to be a copy."""
         self.names = {id(p): n for m in self.modules for n, p in m.named_parameters()}
@@ -91,6 +93,7 @@ class Network:
         self.local_loss = fill.local_loss
         self._first_batch, self._parts = fill.first_batch, fill.micro_batches
         self._shrink = shrink
+        self.forget_sent()
         compiled = self.modules if self._is_compiled else ()
         self.habits.inspected = self.habits.hides = False
         self.saved = SavedTensors(self.index, self.parameters, fill.rule, self.habits, compiled)
@@ -189,7 +192,8 @@ class Network:
         """
         first = not self.habits.inspected
         if first:
-            self.saved.look_at([*work.outputs, *([] if work.loss is None else [work.loss])])
+            ends = [end for end in (work.loss, work.penalty) if end is not None]
+            self.saved.look_at([*work.outputs, *ends])
         if not self.saved.knows(work.graph) and not first:
             self._inspect_again(batch, work, given)
         if self.rule == "stash" and self.habits.hides:
@@ -202,7 +206,8 @@ class Network:
         """Runs the forward once more, for nothing, so that all its operations are seen."""
         if batch is None:
             raise NotRecordable("a forward that saves other tensors than those before it")
-        attributes, spare = Attributes(self.modules), Work(target=work.target, scale=work.scale)
+        attributes = Attributes(self.modules)
+        spare = Work(target=work.target, scale=work.scale, penalized=work.penalized)
         self.habits.inspected = False
         with WrittenBuffers(self.modules).restored():
             self.build_graph(batch, spare, given)
@@ -323,12 +328,30 @@ class Network:
             wanted = tensor.requires_grad or (
                 self.rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
             )
-            values = tensor.detach()
-            if isinstance(tensor, nn.Parameter):  # .data, since an update leaves these values alone
-                values = tensor.data.clone() if self.keeps_place else tensor.data
-            return without_holes(values).requires_grad_(needed and wanted)
+            return without_holes(tensor.detach()).requires_grad_(needed and wanted)
 
+        if isinstance(output, Bundle):  # a tie that only passes stays the tensor that it is
+            known = given.ties if isinstance(given, Bundle) else {}
+            ties = {
+                name: known[name] if name in known else self._values_sent(tie)
+                for name, tie in output.ties.items()
+            }
+            return Bundle(nest.replace(output.given, sent), ties)
         return nest.replace(output, sent)
+
+    def _values_sent(self, weight: Tensor) -> Tensor:
+        """What a forward has read of a weight, where the next update leaves it alone."""
+        values = self._sent.get(weight)
+        if values is None or values.data_ptr() != weight.data_ptr():
+            # Not detach(): updates of the weight would count as changes of what was sent.
+            values = weight.data.clone() if self.keeps_place else without_holes(weight.data)
+            if not self.keeps_place:
+                self._sent[weight] = values
+        return values.requires_grad_(weight.requires_grad)
+
+    def forget_sent(self) -> None:
+        """Weights are written: what has been sent of them are other values."""
+        self._sent.clear()
 
     def starts(
         self, work: Work, gradients: Sequence[Tensor | None]

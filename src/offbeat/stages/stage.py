@@ -143,6 +143,7 @@ class Stage:
     def update(self) -> None:
         """Applies the gathered gradients: one optimizer step, one more version."""
         self.runner.update()
+        self.network.forget_sent()
         self.clip_to = None
         for parameter in self.trainable:
             parameter.grad = None
@@ -225,6 +226,7 @@ class Stage:
     def discard(self) -> None:
         """Forgets everything in flight, and gradients that were not applied."""
         self.runner.discard()
+        self.network.forget_sent()
         self.flights.clear()
         self.old_versions.clear()
         self.corrector.forget()

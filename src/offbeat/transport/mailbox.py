@@ -18,6 +18,7 @@ from torch import Tensor
 from offbeat.errors import OffbeatError, WorkerLost
 from offbeat.transport.base import Gathered, Key
 from offbeat.transport.link import Connection, Pair, Peers
+from offbeat.transport.repeats import Repeats
 from offbeat.transport.wire import Arrival
 
 _KNOWN_S = 1.2
@@ -83,12 +84,15 @@ class Mailbox:
         self.peers: Peers | None = None
         """The other rows; without any an average is what the replicas here have."""
         self._neighbours: dict[int, Connection] = {}
+        self._repeats: dict[int, Repeats] = {}
         self.add_neighbours(neighbours)
 
     def add_neighbours(self, pairs: Mapping[int, Pair]) -> None:
         for other, pair in pairs.items():
             broke = partial(self._lose, f"rank {other}", other)
-            self._neighbours[other] = Connection(pair, str(other), self._deliver, broke)
+            deliver = partial(self._deliver, other)
+            self._neighbours[other] = Connection(pair, str(other), deliver, broke)
+            self._repeats[other] = Repeats()
         for other in pairs:  # now that one can pass on to another
             self._neighbours[other].start()
 
@@ -99,8 +103,8 @@ class Mailbox:
         if key.to in self._stages:
             self._put(replica, key, message)
         else:
-            step = 1 if key.to > self._stages[-1] else -1
-            self._neighbours[self._rank + step].put(key, message)
+            other = self._rank + (1 if key.to > self._stages[-1] else -1)
+            self._neighbours[other].put(key, self._repeats[other].leave_out(key, message))
 
     def has(self, wish: Wish) -> bool:
         replica, keys = wish
@@ -157,6 +161,8 @@ class Mailbox:
         with self._changed:
             self._inbox.clear()
         self._brought.clear()
+        for repeats in self._repeats.values():
+            repeats.forget_sent()
 
     # ---------------------------------------------------------------- what arrives
 
@@ -175,11 +181,12 @@ class Mailbox:
             self._inbox[replica, key] = message
             self._changed.notify_all()
 
-    def _deliver(self, arrival: Arrival) -> None:
+    def _deliver(self, sender: int, arrival: Arrival) -> None:
         (replica,) = self.boxes  # a process with neighbours holds stages of one
         here = arrival.key.to in self._stages
         # What is passed on stays where it has arrived.
-        self.send(replica, arrival.key, arrival.message(self._device if here else None))
+        message = arrival.message(self._device if here else None)
+        self.send(replica, arrival.key, self._repeats[sender].put_back(arrival.key, message))
 
     # ---------------------------------------------------------------- watching
 
