@@ -79,6 +79,8 @@ class Archive:
             )
         if folder not in self._locks:
             self._locks[folder] = self._take(folder)
+            self._engine.ledger.keep_in(folder)
+            self._engine.ledger.cut_back()
         if drain:
             pipeline.drain()
         # The last write first: two snapshots at once would double what is held in memory.
@@ -106,7 +108,8 @@ class Archive:
             "model": describe_model(pipeline.cut.model),
         }
         ours = self._locks[folder], self._known.setdefault(folder, set())
-        self._writer.start(Order(folder, step, keep, files, ranks, manifest, *ours))
+        settle = self._engine.ledger.settle
+        self._writer.start(Order(folder, step, keep, files, ranks, manifest, settle, *ours))
         if wait:
             self.wait()
         return place_of(folder, step)

@@ -84,6 +84,7 @@ def _process_state(pipeline: Pipeline) -> State:
         "place": pipeline.position.state(),
         "first": pipeline.first,
         "ledger": _as_tensor(engine.own_ledger.to_bytes()),
+        "older": engine.ledger.older(),
         "readings": _as_tensor(engine.readings.to_bytes()),
         "updates": _as_tensor(engine.updates.to_bytes()),
         "clock": time.time() - time.perf_counter(),
@@ -155,10 +156,12 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     pipeline.models.hide()
     if len(processes) == 1 and own_files(placement) == own_files(replace(saved, rank=rank)):
         engine.ledger.go_on_from(_bytes_of(process["ledger"]), shifts_s[rank])
+        engine.ledger.take_older(process.get("older"), path.parent, shifts_s[rank])
         engine.readings.go_on_from(_bytes_of(process["readings"]))
         engine.updates.go_on_from(_bytes_of(process["updates"]))
     else:
-        _gather_records(engine, processes, shifts_s)
+        _gather_records(engine, processes, shifts_s, path.parent)
+    engine.ledger.keep_in(path.parent)
     set_generators(process["generators"], device)
 
 
@@ -180,12 +183,18 @@ def _owed(placement: Placement, saved: Placement, processes: dict[int, State]) -
     return [list(same) for same in zip(*found, strict=True)]
 
 
-def _gather_records(engine: Engine, processes: dict[int, State], shifts: dict[int, float]) -> None:
+def _gather_records(
+    engine: Engine, processes: dict[int, State], shifts: dict[int, float], folder: Path
+) -> None:
     """What was written down of the stages here, wherever they were."""
     here = {(worker.stage.replica, worker.stage.index) for worker in engine.workers}
     ledgers = [Ledger.from_bytes(_bytes_of(one["ledger"])).only(here) for one in processes.values()]
+    for ledger, one in zip(ledgers, processes.values(), strict=True):
+        ledger.take_older(one.get("older"), folder, only=here)
     readings = [Readings.from_bytes(_bytes_of(one["readings"])) for one in processes.values()]
-    engine.ledger.go_on_from(Ledger.merged(ledgers, shifts.values()).to_bytes())
+    merged = Ledger.merged(ledgers, shifts.values())
+    engine.ledger.go_on_from(merged.to_bytes())
+    engine.ledger.take_older(merged.older(), folder)
     engine.readings.go_on_from(Readings.merged(readings).only(here).to_bytes())
     updates = Updates()
     for one in processes.values():

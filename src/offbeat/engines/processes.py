@@ -1,6 +1,7 @@
 """The processes engine: some stages of a replica, or whole replicas, here; the others elsewhere."""
 
 import itertools
+import json
 import os
 import time
 import traceback
@@ -322,6 +323,9 @@ class Processes(Engine):
         clock = time.time() - time.perf_counter()
         clocks = self._board.exchange("clock", clock, self._company)
         ledgers = [Ledger.from_bytes(data) for data in self._share_bytes(self.ledger.to_bytes())]
+        older = self._share_bytes(json.dumps(self.ledger.older()).encode())
+        for ledger, words in zip(ledgers, older, strict=True):
+            ledger.take_older(json.loads(words))
         return Ledger.merged(ledgers, [other - clock for other in clocks])
 
     def merge_readings(self) -> Readings:
