@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import cached_property
 from math import ceil
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
 from offbeat.elastic.restarts import return_number
 from offbeat.elastic.survivors import connect_replicas
+from offbeat.engines.agreement import agreed_seed, compare
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
@@ -30,7 +30,7 @@ from offbeat.engines.feed import checksum_of, pairs_of
 from offbeat.engines.machines import Machines
 from offbeat.engines.placement import Placement
 from offbeat.engines.serial import choose_updates_last
-from offbeat.engines.setup import Setup, describe
+from offbeat.engines.setup import Setup
 from offbeat.engines.world import (
     OPEN,
     check_return,
@@ -47,20 +47,6 @@ from offbeat.stages.memory import StageMemory
 from offbeat.transport import connect, connect_ring, groups
 from offbeat.transport.base import Key
 from offbeat.transport.mailbox import Box, Mailbox
-
-_REMEDIES = {
-    "the model": "Build the same model everywhere.",
-    "the weights the model starts from": (
-        "Call torch.manual_seed with one number before the model is built."
-    ),
-    "the type of device": "Use one type of device.",
-    "the number of threads": (
-        "It changes the bits: set OMP_NUM_THREADS, or torch.set_num_threads, alike."
-    ),
-    "the version of torch": "Install one version everywhere.",
-    "the seed": "Give every process the same seed, or none.",
-}
-"""What to do where processes differ in a fact, other than to give every process the same."""
 
 
 class Processes(Engine):
@@ -102,8 +88,8 @@ class Processes(Engine):
         row = len(placement.row) if outlive else None
         self._board = Board(rank, size, self._everyone.group_name, timeout_s, row, life)
         # Before connections that only some would make.
-        facts = {"when_replica_dies": "go on" if outlive else "stop"}
-        self._compare(facts | {"the placement": None if counts is None else list(counts)})
+        when = {"when_replica_dies": "go on" if outlive else "stop"}
+        compare(self._board.exchange, rank, when | {"the placement": counts and list(counts)})
         self._mailbox = self._open_mailbox(groups.store_of(self._everyone), outlive)
         self.transports.update(self._mailbox.boxes)
         if not self.needs_costs:
@@ -204,39 +190,7 @@ class Processes(Engine):
         return self._board.exchange(name, value, self.placement.row)
 
     def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
-        tensors = cut.model.state_dict()
-        shapes = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for name, t in tensors.items())
-        self._compare(
-            {
-                "the method": describe(setup.course.method),
-                "the averaging": describe(setup.averaging),
-                "the corrections": describe(setup.course.corrections),
-                "whether there is a penalty": setup.penalty is not None,
-                "the weight": setup.weight.words,
-                "the model": f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
-                "the type of device": self._device.type,
-                "the number of threads": torch.get_num_threads(),
-                "the version of torch": torch.__version__,
-                "the seed": seed,
-            }
-        )
-        digest = f"digest {checksum_of(list(tensors.values())):08x}"
-        self._compare({"the weights the model starts from": digest})
-        seeds = self._board.exchange("seed", torch.initial_seed() if seed is None else seed)
-        self._compare({"the guards": str(setup.guards)})
-        return int(seeds[0])
-
-    def _compare(self, facts: dict[str, Any]) -> None:
-        """Compares facts over all processes; names a difference with both values and a remedy."""
-        for rank, theirs in enumerate(self._board.exchange("facts", facts)):
-            for name, value in facts.items():
-                if theirs is not LOST and theirs[name] != value:
-                    first, second = sorted([(self.rank, value), (rank, theirs[name])])
-                    remedy = _REMEDIES.get(name, "Give every process the same.")
-                    raise ConfigurationError(
-                        f"{name} differs between processes: {first[1]} on rank {first[0]},"
-                        f" {second[1]} on rank {second[0]}. {remedy}"
-                    )
+        return agreed_seed(self._board.exchange, self.rank, setup, cut, seed)
 
     # ---------------------------------------------------------------- data
 
