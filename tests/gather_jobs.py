@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ import offbeat
 from helpers import OPTIMIZERS, Batch, cnn, image_batches
 from jobs import Tower, job_of, tower, tower_batches
 from offbeat.averaging import DaSGD
-from offbeat.errors import OffbeatError
+from offbeat.errors import IncompleteModel, OffbeatError
 
 
 class Branches(nn.Module):
@@ -194,6 +195,23 @@ def gather_what_grows() -> tuple[list[Tensor], list[Tensor]]:
     return own, [b.clone() for stage in stages for b in stage.buffers()]
 
 
+def wrap() -> tuple[str, list[int]]:
+    """DistributedDataParallel reads the model when it is built: in all processes, or in none."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, batches, how = model_of("tower")
+    trainer = trainer_of(model, how)
+    for x, y in trainer.batches(batches):
+        trainer.step(x, y)
+    said = ""
+    try:
+        DistributedDataParallel(model)
+    except OffbeatError as error:
+        said = str(error)
+    output = DistributedDataParallel(trainer.gather())(batches[0][0])
+    return said, list(output.shape)
+
+
 class Pretrained(Tower):
     """Writes itself as models of transformers do; says whether it was in training."""
 
@@ -229,6 +247,9 @@ def save_pretrained(kind: str, folder: str, replicas: int = 1) -> dict[str, Any]
     trainer = trainer_of(model, how, **more)
     for x, y in trainer.batches(batches):
         trainer.step(x, y)
+    if trainer.mesh_size > trainer.replicas:
+        with pytest.raises(IncompleteModel):
+            model.save_pretrained(Path(folder) / f"early {trainer.rank}")  # type: ignore[operator]
     before = trainer.gather().state_dict()
     before = {name: value.clone() for name, value in before.items()}
     trainer.save_pretrained(Path(folder) / kind)

@@ -818,6 +818,38 @@ def train_weighted(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def uneven_net() -> nn.Sequential:
+    """Four layers of which the first costs more than the others together."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6), nn.Linear(6, 5), nn.Linear(5, 4))
+
+
+def train_placed(
+    folder: str, placement: Sequence[int] | None, replicas: int = 1
+) -> tuple[tuple[int, ...], list[int], dict[str, Any]]:
+    """A model whose cuts are given, trained, saved and resumed: who held what, and the end."""
+    batches = vector_batches(6, rows=8, dtype=torch.float32)
+    settings: dict[str, Any] = {
+        "cuts": [1, 2, 3],
+        "seed": 3,
+        "replicas": replicas,
+        "averaging": DaSGD(2, 1) if replicas > 1 else None,
+        "machines": offbeat.Machines(placement=placement),
+    }
+    trainer = trainer_for(uneven_net(), StaleWeights(), **settings)
+    for x, y in trainer.batches(batches[:3]):
+        trainer.step(x, y)
+    trainer.save(folder, wait=True)
+    again = trainer_for(uneven_net(), StaleWeights(), **settings)
+    again.resume(folder)
+    assert again.placement == trainer.placement
+    for x, y in again.batches(batches[3:]):
+        again.step(x, y)
+    again.flush()
+    here = [worker.stage.index for worker in again._engine.workers]
+    return again.placement, here, again.state_dict()
+
+
 def outlive_weighted(dies: int, at: int, batches: list[Batch]) -> dict[str, Tensor]:
     """Three replicas that average gradients; one leaves before it is fed batch ``at``."""
     import os

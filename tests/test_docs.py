@@ -107,7 +107,8 @@ def test_a_session_prints_what_the_page_shows(
     monkeypatch.chdir(tmp_path)
     if session.page == ADD:
         join_the_registry(monkeypatch)
-    if session.command.startswith("offbeat report"):  # of the run before it on the page
+    after_a_run = ("offbeat report", "offbeat verify")
+    if session.command.startswith(after_a_run):  # the one before it on the page
         (before, *_) = (s for s in sessions(session.page) if s.command.startswith("offbeat train"))
         carry_out(before)
         capsys.readouterr()

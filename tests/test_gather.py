@@ -33,9 +33,10 @@ def alone(kind: str) -> tuple[nn.Module, offbeat.Trainer]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_model_of_one_process_is_read_once_it_was_gathered(kind: str) -> None:
-    found = offbeat.launch(jobs.read_between_steps, 3, kind, timeout_s=200)
+@pytest.mark.parametrize(("kind", "processes"), [*((kind, 3) for kind in KINDS), ("tower", 2)])
+def test_the_model_of_one_process_is_read_once_it_was_gathered(kind: str, processes: int) -> None:
+    """Also where a process has several of the stages."""
+    found = offbeat.launch(jobs.read_between_steps, processes, kind, timeout_s=200)
     model, _ = alone(kind)
     has_buffers = any(True for _ in model.buffers())
     for of_rank in found:
@@ -48,6 +49,12 @@ def test_the_model_of_one_process_is_read_once_it_was_gathered(kind: str) -> Non
                 wanted = "" if whole or not reads else "another process trains.*trainer.gather()"
                 assert re.search(wanted, words), (moment, name, words)
                 assert bool(wanted) == bool(words), (moment, name, words)
+
+
+def test_a_gathered_model_may_be_wrapped() -> None:
+    for said, shape in offbeat.launch(jobs.wrap, 3, timeout_s=100):
+        assert "trainer.gather()" in said
+        assert shape == [8, 4]
 
 
 def test_in_one_process_the_model_is_whole_always() -> None:

@@ -213,6 +213,7 @@ def test_exported_names() -> None:
         "GPipe",
         "Guards",
         "Ledger",
+        "Machines",
         "OffbeatError",
         "OneFOneB",
         "Phases",

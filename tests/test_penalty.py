@@ -222,11 +222,44 @@ def test_under_current_it_is_the_optimizer_s_weight_decay() -> None:
     assert_same_bits(ours.state_dict(), theirs.state_dict())
 
 
-def test_what_is_kept_of_weights_alone_is_refused_under_current() -> None:
+class Square(torch.autograd.Function):
+    """Keeps what its backward needs where no hook of autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.twice = 2 * weight
+        return weight.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.twice
+
+
+def hidden(named: Named) -> Any:
+    return 3e-2 * sum(Square.apply(p) for _, p in named)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("penalty", [groups, hidden])
+def test_what_is_kept_of_weights_alone_is_refused_under_current(penalty: Any) -> None:
     with pytest.raises(StageError, match="from weights alone.*backward='stash'"):
-        trained(mlp(), vector_batches(4), StaleWeights(), stages=3, penalty=groups)
+        trained(mlp(), vector_batches(4), StaleWeights(), stages=3, penalty=penalty)
     for method in (StaleWeights(backward="stash"), StaleWeights(backward="recompute")):
-        trained(mlp(), vector_batches(8), method, stages=3, penalty=groups)
+        trained(mlp(), vector_batches(8), method, stages=3, penalty=penalty)
+
+
+@pytest.mark.parametrize("method", [StaleWeights(accumulate=2), PipeDream(accumulate=2)], ids=str)
+def test_one_that_begins_later_is_a_graph_like_the_others(method: Method) -> None:
+    """Graphs with and without it, and with more of it, hide no weights from the hooks."""
+    calls: list[int] = []
+
+    def more_and_more(named: Named) -> Any:
+        named = list(named)
+        calls.append(1)
+        return decay(named) + (lasso(named) if len(calls) > 15 else 0.0)
+
+    trainer = trained(mlp(), vector_batches(12), method, cuts=[2, 4], penalty=more_and_more)
+    stages = [worker.stage for worker in trainer._engine.workers]
+    assert not any(stage.habits.hides for stage in stages)
 
 
 def test_it_is_called_once_for_a_batch_and_stage() -> None:

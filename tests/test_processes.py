@@ -184,6 +184,52 @@ def test_serial_can_be_forced_inside_processes() -> None:
         assert_same_bits(found[rank]["state"], alone["state"])
 
 
+# ------------------------------------------------------------------ which stages where
+
+
+@pytest.mark.parametrize("placement", [None, (3, 1)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_stages_are_placed_by_their_cost_or_by_the_user(
+    placement: tuple[int, int] | None, replicas: int, tmp_path: Path
+) -> None:
+    """Given cuts, so that the costs of stages differ: the first alone costs most."""
+    counts = placement or (1, 3)
+    found = offbeat.launch(
+        jobs.train_placed, 2 * replicas, str(tmp_path / "many"), placement, replicas, timeout_s=100
+    )
+    _, _, alone = jobs.train_placed(str(tmp_path / "one"), None, replicas)
+    for rank, (told, here, state) in enumerate(found):
+        assert told == counts
+        assert here == list(range(4))[: counts[0]] if rank % 2 == 0 else list(range(4))[counts[0] :]
+        assert_same_bits(state, alone)
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        ((3, 5), r"placement=\(3, 5\) places 8 stages, and the model has 4.*add up to 4"),
+        ((2, 1, 1), r"is for 3 in a row of .*, and here there are 2. Start 3 processes"),
+        ((4,), r"is for 1 in a row of .*, and here there are 2. Start 1 processes"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused(
+    placement: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        offbeat.launch(jobs.train_placed, 2, str(tmp_path), placement, timeout_s=60)
+
+
+def test_a_placement_is_numbers_of_stages_and_one_process_has_all() -> None:
+    for wrong in (2, "22", (), (2, 0), (2.0, 2), [True, 3]):
+        with pytest.raises(ConfigurationError, match=r"as in placement=\(3, 5\)"):
+            offbeat.Machines(placement=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="and here there are 1. Start 2"):
+        trainer_for(jobs.uneven_net(), cuts=[1, 2, 3], machines=offbeat.Machines(placement=(2, 2)))
+    with pytest.raises(ConfigurationError, match=r"machines=\(2, 2\): give an object"):
+        trainer_for(jobs.uneven_net(), cuts=[1], machines=(2, 2))
+    assert trainer_for(jobs.uneven_net(), cuts=[1, 2]).placement == (3,)
+
+
 # ------------------------------------------------------------------ ends
 
 
@@ -241,13 +287,12 @@ def test_a_value_that_never_comes_is_missed_with_words() -> None:
     assert "give the trainer a longer timeout" in words
 
 
-def test_a_stall_names_every_stage_that_waits() -> None:
+def test_a_stall_names_which_of_several_stages_waits() -> None:
     with pytest.raises(WorkerLost) as caught:
-        offbeat.launch(jobs.run_with, 2, Faults().delay("0F3", 30.0), 3.0, timeout_s=60)
+        offbeat.launch(jobs.run_with, 2, Faults().delay("2F3", 30.0), 3.0, timeout_s=60)
     words = str(caught.value)
-    assert "rank 0: stage 0 waits for nothing" in words
-    assert "rank 1: stage 1 waits for the activation of batch 3 for stage 1 from stage 0" in words
-    assert "stage 2 waits for the" in words
+    assert "rank 1: stage 2 waits for nothing" in words
+    assert "rank 0: stage 1 waits for the gradient of batch 3 for stage 1 from stage 2" in words
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ _HOME = {
     "Ledger": "records.ledger",
     "Faults": "faults",
     "Guards": "guards",
+    "Machines": "engines.machines",
     "launch": "engines.launcher",
     "Schedule": "schedules.schedule",
     "Table": "schedules.table",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from offbeat.cutting.sharing import untie as untie
     from offbeat.engines.evaluation import Evaluation as Evaluation
     from offbeat.engines.launcher import launch as launch
+    from offbeat.engines.machines import Machines as Machines
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.faults import Faults as Faults
     from offbeat.guards import Guards as Guards

@@ -18,6 +18,7 @@ from offbeat.elastic.handover import CatchingUp, let_in
 from offbeat.engines import checks, evaluation, feed, probe
 from offbeat.engines.choice import EngineName, start_engine
 from offbeat.engines.evaluation import Evaluation
+from offbeat.engines.machines import Machines
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
 from offbeat.engines.shares import Count
@@ -87,6 +88,7 @@ class Trainer(Status):
     ``timeout``    seconds a process waits for one message before the run ends with a report.
     ``when_replica_dies``  "stop" the run, or let the others "go on", with averages over who is left
                    (in processes that nobody ends when one of them dies: see docs/replicas.md).
+    ``machines``   which process holds which stages: see :class:`offbeat.Machines`.
     ``faults``     trouble by plan, for tests: see :class:`offbeat.faults.Faults`.
     ``penalty``    a loss on weights, a sum over them, computed stage by stage:
                    ``penalty=lambda named: 1e-4 * sum(p.square().sum() for name, p in named)``.
@@ -122,6 +124,7 @@ class Trainer(Status):
         compile: bool = False,
         timeout: float = 300.0,
         when_replica_dies: Literal["stop", "go on"] = "stop",
+        machines: Machines | None = None,
         faults: Faults | None = None,
         penalty: Penalty | None = None,
     ) -> None:
@@ -149,7 +152,7 @@ class Trainer(Status):
             device=checks.device_of(cut.model),
             balance=balance,
         )
-        self._engine = start_engine(engine, cut, setup, timeout, when_replica_dies)
+        self._engine = start_engine(engine, cut, setup, timeout, when_replica_dies, machines)
         seed = self._engine.agree(setup, cut, checks.checked_seed(seed))
         if course.plan is not None and self.rank == 0:
             course.plan.announce()

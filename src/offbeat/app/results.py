@@ -69,9 +69,11 @@ def summarize_run(
 ) -> dict[str, Any]:
     """What came out, as far as ``summary.json`` has it; all processes must ask for it."""
     test = progress.evaluation
-    stages, replicas = range(trainer.stages), range(trainer.replicas)
-    lags = {k: Counter(lag for r in replicas for lag in ledger.lags(k, r).values()) for k in stages}
-    waits = {f"{r}/{k}": list(ledger.waits(k, r).values()) for r in replicas for k in stages}
+    stages = range(trainer.stages)
+    tally = ledger.tally()
+    lags: dict[int, Counter[int]] = {k: Counter() for k in stages}
+    for (_, stage), line in tally.items():
+        lags[stage] += line.lags
     return {
         "steps": progress.step,
         "epochs": progress.step / progress.steps_per_epoch,
@@ -82,9 +84,13 @@ def summarize_run(
         "lags": {str(k): {str(lag): of[lag] for lag in sorted(of)} for k, of in lags.items()},
         "memory": [asdict(of_stage) for of_stage in progress.memory],
         "waits": {
-            name: {"averages": len(s), "total_s": sum(s), "longest_s": max(s)}
-            for name, s in waits.items()
-            if s
+            f"{r}/{k}": {
+                "averages": line.averages,
+                "total_s": line.waited_s,
+                "longest_s": line.longest_s,
+            }
+            for (r, k), line in sorted(tally.items())
+            if line.averages
         },
         "guards": summarize_guards(
             trainer.updates, clip, by_model=trainer.method.schedule(trainer.stages).synchronous

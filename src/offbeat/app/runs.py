@@ -5,6 +5,7 @@ A folder holds
     config.json     the whole configuration, versions, seed and command
     metrics.jsonl   one JSON object per line, in the order in which things happened
     ledger.jsonl    the last actions of every stage: what a timeline is drawn from
+    certificate.json  what "offbeat verify" checks: lags, digests of the files
     summary.json    the end: scores, lags, memory, waits; also after Ctrl-C
     model.safetensors  the final weights, names of the unsplit model; model.pt if asked for
     readings.jsonl  what monitors read, where the run had any
@@ -17,6 +18,7 @@ Every file is whole: one that cannot be written leaves what was there, and says 
 ``accuracy`` or None, ``rows``, ``of``) and ``end`` (``status``: finished, interrupted or failed).
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +35,8 @@ from offbeat.records.readings import Readings
 
 CONFIG, METRICS, LEDGER = "config.json", "metrics.jsonl", "ledger.jsonl"
 SUMMARY, MODELS = "summary.json", ("model.safetensors", "model.pt")
-READINGS, CHECKPOINTS = "readings.jsonl", "checkpoints"
+READINGS, CHECKPOINTS, CERTIFICATE = "readings.jsonl", "checkpoints", "certificate.json"
+RESULTS = (LEDGER, SUMMARY, *MODELS, READINGS, CHECKPOINTS, CERTIFICATE)
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,10 @@ class RunWriter:
                 f"{folder} already holds a run, and nothing is overwritten: give another folder"
                 " (--out), go on with this one (--resume), or move it away."
             )
-        for name in (CONFIG, METRICS, LEDGER, SUMMARY, *MODELS, READINGS, CHECKPOINTS):
+        for name in (CONFIG, METRICS, *RESULTS):
             _refuse_link(folder / name)
         if not (folder / CONFIG).exists():
-            for name in (METRICS, LEDGER, SUMMARY, *MODELS, READINGS, CHECKPOINTS):
+            for name in (METRICS, *RESULTS):
                 if (folder / name).exists():
                     raise ConfigurationError(
                         f"{folder} holds {name}, which is of no run and would be overwritten: give"
@@ -141,14 +144,18 @@ class RunWriter:
         outcome: Mapping[str, Callable[[Path], None]],
         end: Callable[[], None],
         summary: dict[str, Any],
+        told: dict[str, Any] | None = None,
     ) -> None:
         """Writes what came out, and the summary whatever else cannot be written.
 
-        ``outcome``: by name of file, who writes it. ``end``: adds the last line.
+        ``outcome``: by name of file, who writes it. ``end``: adds the last line. ``told``: the
+        ledger's certificate.
         """
         trouble: StorageError | None = None
         files = (partial(write, self.folder / name) for name, write in outcome.items())
         actions: list[Callable[[], None]] = [*files, end]
+        if told is not None:
+            actions.append(lambda: self._certify(told, [*outcome], summary.get("guards", {})))
         for action in actions:
             try:
                 action()
@@ -159,6 +166,18 @@ class RunWriter:
         self.close()
         if trouble is not None:
             raise trouble
+
+    def _certify(self, told: dict[str, Any], names: list[str], guards: dict[str, Any]) -> None:
+        results = {}
+        for name in names:
+            if not (self.folder / name).exists():  # it could not be written
+                continue
+            with disk.reading(self.folder / name) as file:
+                results[name] = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        kinds = ("skipped", "rolled_back")
+        dropped = {place: {kind: of[kind] for kind in kinds} for place, of in guards.items()}
+        whole = {**told, "dropped": dropped, "results": results}
+        _write_json(self.folder / CERTIFICATE, whole)
 
     def close(self) -> None:
         self._metrics.close()

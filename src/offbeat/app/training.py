@@ -20,6 +20,7 @@ from offbeat.app.progress import Progress, Recorder, Saver, Watcher
 from offbeat.app.results import describe_run, summarize_run
 from offbeat.app.runs import CHECKPOINTS, LEDGER, READINGS, RunWriter, held
 from offbeat.checkpoints import save_weights
+from offbeat.checkpoints.folder import candidates
 from offbeat.errors import StorageError
 from offbeat.methods.auto import show_on
 from offbeat.trainer import Trainer
@@ -103,7 +104,8 @@ def _run(
         outcome: dict[str, Any] = {f"model.{experiment.model_file}": partial(save_weights, state)}
         outcome |= {READINGS: readings.save} if len(readings) else {}
         outcome |= {LEDGER: ledger.tail(4000).save}  # for a timeline; the summary has all counted
-        writer.finish(outcome, end, summary)
+        stamps = {each.path.name: each.stamp for each in candidates(folder / CHECKPOINTS)}
+        writer.finish(outcome, end, summary, ledger.certificate() | {"checkpoints": stamps})
     return summary
 
 

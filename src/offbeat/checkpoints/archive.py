@@ -4,7 +4,7 @@ import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class Archive:
             )
         if folder not in self._locks:
             self._locks[folder] = self._take(folder)
+            self._engine.ledger.keep_in(folder)
+            self._engine.ledger.cut_back()
         if drain:
             pipeline.drain()
         # The last write first: two snapshots at once would double what is held in memory.
@@ -106,7 +108,8 @@ class Archive:
             "model": describe_model(pipeline.cut.model),
         }
         ours = self._locks[folder], self._known.setdefault(folder, set())
-        self._writer.start(Order(folder, step, keep, files, ranks, manifest, *ours))
+        settle = self._engine.ledger.settle
+        self._writer.start(Order(folder, step, keep, files, ranks, manifest, settle, *ours))
         if wait:
             self.wait()
         return place_of(folder, step)
@@ -203,4 +206,8 @@ class Archive:
         differs = any(manifest.get(name) != facts[name] for name in ("stages", "replicas"))
         if saved is None or differs:
             return shared  # refused later, in words of its own
-        return [*exact.files_for(self._engine.placement, saved), *shared]
+        if self._engine.needs_costs:  # which stages are here decides the batch that is stored
+            everything = ((r, k) for r in range(saved.replicas) for k in range(saved.stages))
+            return [*starmap(file_of, everything), *shared]
+        needed = [exact.FIRST, *exact.files_for(self._engine.placement, saved)]
+        return [*dict.fromkeys(needed), *shared]

@@ -32,6 +32,10 @@ _TYPES: dict[str, Any] = {"target": Target, "weights": Gathered, "gradients": Ga
 """Messages that are tuples with names."""
 
 
+FIRST = file_of(0, 0)
+"""The file that has the batch by which stages were made, for all processes to make them by."""
+
+
 def own_files(placement: Placement) -> list[str]:
     """One for each stage of this process."""
     replicas = placement.replicas_here
@@ -80,6 +84,7 @@ def _process_state(pipeline: Pipeline) -> State:
         "place": pipeline.position.state(),
         "first": pipeline.first,
         "ledger": _as_tensor(engine.own_ledger.to_bytes()),
+        "older": engine.ledger.older(),
         "readings": _as_tensor(engine.readings.to_bytes()),
         "updates": _as_tensor(engine.updates.to_bytes()),
         "clock": time.time() - time.perf_counter(),
@@ -114,16 +119,18 @@ def _first_file(saved: Placement, rank: int) -> str:
 
 
 def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
-    engine, device, placement = pipeline.engine, pipeline.setup.device, pipeline.engine.placement
+    engine, device = pipeline.engine, pipeline.setup.device
     saved = placement_of(manifest)
     assert saved is not None
+    if not pipeline.is_built:
+        first = tensorfile.read(path / FIRST)["process"]["first"]
+        pipeline.build(on_device({"first": first}, device)["first"])
+    placement = engine.placement
     files = {name: tensorfile.read(path / name) for name in files_for(placement, saved)}
     processes: dict[int, State] = {
         rank: files[_first_file(saved, rank)]["process"] for rank in _holders(placement, saved)
     }
     rank, process = next(iter(processes.items()))
-    if not pipeline.is_built:
-        pipeline.build(on_device({"first": process["first"]}, device)["first"])
     cuts = facts_of(pipeline)["cuts"]
     if cuts is not None and cuts != manifest["cuts"]:
         raise ConfigurationError(
@@ -149,10 +156,12 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     pipeline.models.hide()
     if len(processes) == 1 and own_files(placement) == own_files(replace(saved, rank=rank)):
         engine.ledger.go_on_from(_bytes_of(process["ledger"]), shifts_s[rank])
+        engine.ledger.take_older(process.get("older"), path.parent, shifts_s[rank])
         engine.readings.go_on_from(_bytes_of(process["readings"]))
         engine.updates.go_on_from(_bytes_of(process["updates"]))
     else:
-        _gather_records(engine, processes, shifts_s)
+        _gather_records(engine, processes, shifts_s, path.parent)
+    engine.ledger.keep_in(path.parent)
     set_generators(process["generators"], device)
 
 
@@ -174,12 +183,18 @@ def _owed(placement: Placement, saved: Placement, processes: dict[int, State]) -
     return [list(same) for same in zip(*found, strict=True)]
 
 
-def _gather_records(engine: Engine, processes: dict[int, State], shifts: dict[int, float]) -> None:
+def _gather_records(
+    engine: Engine, processes: dict[int, State], shifts: dict[int, float], folder: Path
+) -> None:
     """What was written down of the stages here, wherever they were."""
     here = {(worker.stage.replica, worker.stage.index) for worker in engine.workers}
     ledgers = [Ledger.from_bytes(_bytes_of(one["ledger"])).only(here) for one in processes.values()]
+    for ledger, one in zip(ledgers, processes.values(), strict=True):
+        ledger.take_older(one.get("older"), folder, only=here)
     readings = [Readings.from_bytes(_bytes_of(one["readings"])) for one in processes.values()]
-    engine.ledger.go_on_from(Ledger.merged(ledgers, shifts.values()).to_bytes())
+    merged = Ledger.merged(ledgers, shifts.values())
+    engine.ledger.go_on_from(merged.to_bytes())
+    engine.ledger.take_older(merged.older(), folder)
     engine.readings.go_on_from(Readings.merged(readings).only(here).to_bytes())
     updates = Updates()
     for one in processes.values():

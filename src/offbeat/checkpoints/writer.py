@@ -37,6 +37,8 @@ class Order:
     ranks: Sequence[int]
     """Who writes a part of it; the first puts it together."""
     manifest: dict[str, Any]
+    settle: Callable[[], None]
+    """Brings to disk what the files refer to."""
     lock: Lock
     known: set[str]
     """Stamps of the checkpoints that this run may delete; that of this one is added."""
@@ -112,6 +114,7 @@ class Writer:
         aside = partial_of(order.folder, order.step)
         order.lock.check()
         disk.make_folder(aside)
+        order.settle()
         return {"files": {name: _write_file(aside / name, v) for name, v in order.files.items()}}
 
     def _put_together(self, order: Order, notes: list[Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def _state_of(pipeline: Pipeline) -> State:
         "asked": pipeline.replicas.asked,
         "questions": pipeline.engine.questions,
         "first": pipeline.first,
+        "counts": list(pipeline.engine.placement.counts),
         "workers": list(map(_worker_state, pipeline.engine.workers)),
     }
 
@@ -68,6 +69,8 @@ def join(pipeline: Pipeline) -> None:
             raise ConfigurationError(
                 f"this replica cannot take over the others' state: {state['refusal']}"
             )
+        if engine.needs_costs:
+            engine.place(state["counts"], agreed=True)
         if not pipeline.is_built:
             pipeline.build(state["first"])
         pipeline.position.load(state["position"])

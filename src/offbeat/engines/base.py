@@ -68,6 +68,8 @@ class Engine(ABC):
     way_on = "Go on from a state with load_state_dict(), or build a new Trainer."
     """What a user can do after an error."""
     timeout_s = 0.0
+    needs_costs = False
+    """Whether stages are shared out among processes only once it is known what they cost."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -119,6 +121,12 @@ class Engine(ABC):
         return nullcontext()
 
     # ---------------------------------------------------------------- beginning
+
+    def place(self, counts: Sequence[int], *, agreed: bool = False) -> None:
+        """Shares the stages out, so many to each process of a row; all processes must ask.
+
+        ``agreed``: they know already that all mean the same.
+        """
 
     def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
         """Refuses processes that were set up differently; returns the seed to use."""

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 from offbeat.cutting.cut import Cut
 from offbeat.engines import checks
 from offbeat.engines.base import Engine
+from offbeat.engines.machines import Machines, checked_machines
 from offbeat.engines.processes import Processes
 from offbeat.engines.serial import Serial
 from offbeat.engines.setup import Setup
@@ -17,19 +18,26 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 
 
 def start_engine(
-    name: str | None, cut: Cut, setup: Setup, timeout: float, when_replica_dies: str
+    name: str | None,
+    cut: Cut,
+    setup: Setup,
+    timeout: float,
+    when_replica_dies: str,
+    machines: Machines | None,
 ) -> Engine:
     """Starts an engine; that of many processes returns when all have joined."""
     kind = _choose(name)
     checks.check_balance(setup.balance, kind, cut)
     checks.check_compile(setup.compile, setup.autocast, (m for m, _ in setup.course.phases))
     timeout = checks.checked_timeout(timeout)
+    where = checked_machines(machines)
     outlive = checks.outlives(when_replica_dies, setup.averaging)
+    if kind == "processes":
+        return Processes(cut.stages, setup.replicas, setup.device, timeout, where, outlive=outlive)
+    where.counts(cut.stages, 1, 1)
     if kind == "streams":
         checks.check_streams(setup.device, setup.replicas, setup.averaging, setup.guards)
         return Streams(cut.stages, setup.device)
-    if kind == "processes":
-        return Processes(cut.stages, setup.replicas, setup.device, timeout, outlive=outlive)
     return Serial(cut.stages, setup.replicas)
 
 

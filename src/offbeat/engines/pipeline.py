@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
-from offbeat.cutting.costs import cut_by_count, cut_by_time
+from offbeat.cutting.costs import count_operations, cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
 from offbeat.engines import checks, feed
 from offbeat.engines.assembly import make_stages
 from offbeat.engines.base import Engine
 from offbeat.engines.models import Models
+from offbeat.engines.placement import counts_by
 from offbeat.engines.position import Position
 from offbeat.engines.setup import Setup
 from offbeat.engines.worker import Worker
@@ -51,7 +52,7 @@ class Pipeline:
         self.when_built: Callable[[], None] | None = None
         """What waits for the stages to be made."""
         needs_heads = self.cut.stages > 1 and any(m.local_losses for m, _ in self._phases)
-        if not self.cut.needs_batch and not needs_heads:
+        if not (self.cut.needs_batch or needs_heads or engine.needs_costs):
             self.build(None)
 
     @property
@@ -76,13 +77,17 @@ class Pipeline:
 
     def build(self, batch: Nest) -> None:
         """Makes the workers of this process."""
-        placement = self.engine.placement
         self.first = batch
         self.cut = self.cut.decide(batch, self._balance)
         if self.setup.penalty is not None:
             checks.check_penalty(self.setup.penalty, self.cut)
         if any(method.local_losses for method, _ in self._phases):
             self._refuse_ties()
+        if self.engine.needs_costs:
+            none = [1.0] * self.cut.stages
+            costs = none if batch is None else count_operations(self.cut.modules, batch)
+            self.engine.place(counts_by(costs, len(self.engine.placement.row)))
+        placement = self.engine.placement
         self.cut.sharing().refuse_overlaps(
             in_turn=self.setup.is_synchronous and self.engine.runs_in_turn,
             copies=len(placement.replicas_here) > 1,

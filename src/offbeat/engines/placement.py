@@ -71,6 +71,16 @@ class Placement:
         return self.row.index(self.rank)
 
     @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many stages each process of a row holds."""
+        return tuple(map(self.ranks[0].count, self.row_of(0)))
+
+    @cached_property
+    def column(self) -> list[int]:
+        """The processes at this one's place in every row."""
+        return sorted({self.row_of(replica)[self.place] for replica in range(self.replicas)})
+
+    @cached_property
     def rows(self) -> int:
         return len(set(self.ranks))
 

@@ -1,16 +1,16 @@
 """The processes engine: some stages of a replica, or whole replicas, here; the others elsewhere."""
 
 import itertools
+import json
 import os
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict
 from functools import cached_property
 from math import ceil
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -22,13 +22,15 @@ from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
 from offbeat.elastic.restarts import return_number
 from offbeat.elastic.survivors import connect_replicas
+from offbeat.engines.agreement import agreed_seed, compare
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST, NOTICED_S, Board, SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.feed import checksum_of, pairs_of
+from offbeat.engines.machines import Machines
 from offbeat.engines.placement import Placement
 from offbeat.engines.serial import choose_updates_last
-from offbeat.engines.setup import Setup, describe
+from offbeat.engines.setup import Setup
 from offbeat.engines.world import (
     OPEN,
     check_return,
@@ -46,20 +48,6 @@ from offbeat.transport import connect, connect_ring, groups
 from offbeat.transport.base import Key
 from offbeat.transport.mailbox import Box, Mailbox
 
-_REMEDIES = {
-    "the model": "Build the same model everywhere.",
-    "the weights the model starts from": (
-        "Call torch.manual_seed with one number before the model is built."
-    ),
-    "the type of device": "Use one type of device.",
-    "the number of threads": (
-        "It changes the bits: set OMP_NUM_THREADS, or torch.set_num_threads, alike."
-    ),
-    "the version of torch": "Install one version everywhere.",
-    "the seed": "Give every process the same seed, or none.",
-}
-"""What to do where processes differ in a fact, other than to give every process the same."""
-
 
 class Processes(Engine):
     """Rows of processes, each with one replica of a trainer's or several."""
@@ -72,6 +60,7 @@ class Processes(Engine):
         replicas: int,
         device: torch.device,
         timeout_s: float,
+        machines: Machines,
         *,
         outlive: bool = False,
     ) -> None:
@@ -84,23 +73,27 @@ class Processes(Engine):
         rank = int(os.environ["RANK"]) if again else groups.rank()
         size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
         check_size(size, stages, replicas, outlive)
-        super().__init__(Placement.across(stages, replicas, size, rank))
+        counts = machines.counts(stages, max(1, size // replicas), min(replicas, size))
+        super().__init__(Placement.across(stages, replicas, size, rank, counts))
         placement = self.placement
+        self.needs_costs = counts is None and 1 < len(placement.row) < stages
         self.returning = again > 0
         if self.returning:
             check_return(groups.size(), len(placement.row), outlive)
-        self._everyone, self._row_group, self._peers = self._groups()
+        self._everyone, self._row_group = self._groups()
         # Whose ledgers and the like are put together: whoever cannot die without this process.
         self._company = placement.row if outlive else list(range(size))
         self._company_group = self._row_group if outlive else self._everyone
-        name = self._everyone.group_name
         life = placement.share + replicas * again if again else None
         row = len(placement.row) if outlive else None
-        self._board = Board(self.rank, self.size, name, timeout_s, row, life)
+        self._board = Board(rank, size, self._everyone.group_name, timeout_s, row, life)
         # Before connections that only some would make.
-        self._compare({"when_replica_dies": "go on" if outlive else "stop"})
+        when = {"when_replica_dies": "go on" if outlive else "stop"}
+        compare(self._board.exchange, rank, when | {"the placement": counts and list(counts)})
         self._mailbox = self._open_mailbox(groups.store_of(self._everyone), outlive)
         self.transports.update(self._mailbox.boxes)
+        if not self.needs_costs:
+            self._open_averages()
         self._board.watch(self._mailbox)
         self._notes = self._board.notes()
         self._meetings = 0
@@ -108,18 +101,34 @@ class Processes(Engine):
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
         weakref.finalize(self, say_goodbye, self._board, self._mailbox)
 
-    def _groups(self) -> tuple[Any, Any, Mapping[int, Any]]:
-        """All processes, those of this row, and by stage those that hold it in any row."""
+    def _groups(self) -> tuple[Any, Any]:
+        """All processes, and those of this row."""
         timeout_s, placement = self.timeout_s, self.placement
         everyone = groups.new(range(groups.size()), timeout_s)
         # The world of a replica that has come back is its own row.
         if placement.rows == 1 or self.returning:
-            return everyone, everyone, {}
+            return everyone, everyone
         rows = {tuple(placement.row_of(r)): None for r in range(placement.replicas)}
-        own = [groups.new(row, timeout_s) for row in rows][placement.share]
-        columns = [dict.fromkeys(ranks) for ranks in zip(*placement.ranks, strict=True)]
-        peers = [groups.new_patient(list(column), timeout_s) for column in columns]
-        return everyone, own, {stage: peers[stage] for stage in placement.stages_here}
+        return everyone, [groups.new(row, timeout_s) for row in rows][placement.share]
+
+    def place(self, counts: Sequence[int], *, agreed: bool = False) -> None:
+        old = self.placement
+        if not agreed:  # replicas may count differently, on parts of a batch that differ
+            everyone = self._board.exchange("counts", list(counts))
+            counts = next(theirs for theirs in everyone if theirs is not LOST)
+        self.needs_costs = False
+        self.placement = Placement.across(old.stages, old.replicas, self.size, old.rank, counts)
+        self._mailbox.stages = self.placement.stages_here
+        self._open_averages()
+        self.share_in_row("placed", None)  # before anybody sends by it, all go by it
+
+    def _open_averages(self) -> None:
+        """Groups for every stage, of the processes that hold it in any row."""
+        if self.placement.rows > 1 and self.membership is None:
+            columns = [dict.fromkeys(ranks) for ranks in zip(*self.placement.ranks, strict=True)]
+            found = [groups.new_patient(list(column), self.timeout_s) for column in columns]
+            own, box = {stage: found[stage] for stage in self.placement.stages_here}, self._mailbox
+            box.peers = groups.Collectives(own, self._device, box.put, box.lose_peers)
 
     def _open_mailbox(self, store: Store, outlive: bool) -> Mailbox:
         """``store``: where this trainer's links find each other."""
@@ -144,21 +153,10 @@ class Processes(Engine):
                 placement.share, placement.place, placement.replicas, store, timeout_s
             )
             self.membership.begin(others, placement.share)
-        elif self._peers:
-            column = list(
-                dict.fromkeys(
-                    placement.row_of(r)[placement.place] for r in range(placement.replicas)
-                )
-            )
-            mailbox.add_neighbours(
-                connect_ring(
-                    placement.share,
-                    column,
-                    PrefixStore(f"place-{placement.place}", store),
-                    timeout_s,
-                )
-            )
-            mailbox.peers = groups.Collectives(self._peers, device, mailbox.put, mailbox.lose_peers)
+        elif placement.rows > 1 and self.membership is None:
+            ring = PrefixStore(f"place-{placement.place}", store)
+            pairs = connect_ring(placement.share, placement.column, ring, timeout_s)
+            mailbox.add_neighbours(pairs)
         return mailbox
 
     def run(self) -> None:
@@ -181,11 +179,8 @@ class Processes(Engine):
             )
         placement = self.placement
         ranks = torch.arange(self.size).view(placement.rows, -1)
-        peers = (
-            self._peers.get(placement.stages_here[0])
-            or [groups.new([rank], self.timeout_s) for rank in range(self.size)][self.rank]
-        )
-        axes = [peers, self._row_group]
+        columns = [groups.new(column.tolist(), self.timeout_s) for column in ranks.T]
+        axes = [columns[placement.place], self._row_group]
         return DeviceMesh.from_group(axes, "cpu", ranks, mesh_dim_names=("replica", "stage"))
 
     # ---------------------------------------------------------------- agreeing
@@ -195,39 +190,7 @@ class Processes(Engine):
         return self._board.exchange(name, value, self.placement.row)
 
     def agree(self, setup: Setup, cut: Cut, seed: int | None) -> int:
-        tensors = cut.model.state_dict()
-        shapes = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for name, t in tensors.items())
-        self._compare(
-            {
-                "the method": describe(setup.course.method),
-                "the averaging": describe(setup.averaging),
-                "the corrections": describe(setup.course.corrections),
-                "whether there is a penalty": setup.penalty is not None,
-                "the weight": setup.weight.words,
-                "the model": f"{len(tensors)} tensors, digest {crc32(shapes.encode()):08x}",
-                "the type of device": self._device.type,
-                "the number of threads": torch.get_num_threads(),
-                "the version of torch": torch.__version__,
-                "the seed": seed,
-            }
-        )
-        digest = f"digest {checksum_of(list(tensors.values())):08x}"
-        self._compare({"the weights the model starts from": digest})
-        seeds = self._board.exchange("seed", torch.initial_seed() if seed is None else seed)
-        self._compare({"the guards": str(setup.guards)})
-        return int(seeds[0])
-
-    def _compare(self, facts: dict[str, Any]) -> None:
-        """Compares facts over all processes; names a difference with both values and a remedy."""
-        for rank, theirs in enumerate(self._board.exchange("facts", facts)):
-            for name, value in facts.items():
-                if theirs is not LOST and theirs[name] != value:
-                    first, second = sorted([(self.rank, value), (rank, theirs[name])])
-                    remedy = _REMEDIES.get(name, "Give every process the same.")
-                    raise ConfigurationError(
-                        f"{name} differs between processes: {first[1]} on rank {first[0]},"
-                        f" {second[1]} on rank {second[0]}. {remedy}"
-                    )
+        return agreed_seed(self._board.exchange, self.rank, setup, cut, seed)
 
     # ---------------------------------------------------------------- data
 
@@ -263,7 +226,8 @@ class Processes(Engine):
         transport, own = self._transport, self.placement.stages_here[0]
         if own > 0:
             return transport.receive(Key("batch", own, 0))
-        for other in self._other_processes():
+        # The furthest first: whoever has it may soon go by another placement.
+        for other in reversed(self._other_processes()):
             transport.send(Key("batch", other, 0), x)
         return x
 
@@ -313,6 +277,9 @@ class Processes(Engine):
         clock = time.time() - time.perf_counter()
         clocks = self._board.exchange("clock", clock, self._company)
         ledgers = [Ledger.from_bytes(data) for data in self._share_bytes(self.ledger.to_bytes())]
+        older = self._share_bytes(json.dumps(self.ledger.older()).encode())
+        for ledger, words in zip(ledgers, older, strict=True):
+            ledger.take_older(json.loads(words))
         return Ledger.merged(ledgers, [other - clock for other in clocks])
 
     def merge_readings(self) -> Readings:

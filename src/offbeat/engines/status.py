@@ -61,6 +61,11 @@ class Status:
         return self._pipeline.cut.stages
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """How many stages each process that holds a replica runs, in order."""
+        return self._engine.placement.counts
+
+    @property
     def replicas(self) -> int:
         return self._pipeline.setup.replicas
 
@@ -121,7 +126,10 @@ class Status:
     def ledger(self) -> Ledger:
         """Every action of every stage with its weight version, start, end and loss."""
         with self._pipeline.stopping_on_error(alone=False):
-            return self._engine.merge_ledger()
+            ledger = self._engine.merge_ledger()
+        lags = [method.lags(self.stages) for method, _ in self.phases]
+        ledger.declared = [max(of_stage) for of_stage in zip(*lags, strict=True)]
+        return ledger
 
     @property
     def own_ledger(self) -> Ledger:

@@ -158,6 +158,10 @@ class Growing:
                 raise
         self.size += len(content)
 
+    def settle(self) -> None:
+        """Waits until all is on the disk."""
+        os.fsync(self._file)
+
     def cut(self, size: int) -> None:
         """Leaves the beginning alone."""
         os.ftruncate(self._file, size)

@@ -1,10 +1,19 @@
 """What happened: one entry per action, written once, read by plots, reports and checks."""
 
+import heapq
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
+from offbeat.errors import ConfigurationError, StorageError
+from offbeat.records import rows
+from offbeat.records.certificate import certificate
 from offbeat.records.columns import Columns
+from offbeat.records.tally import Counts, Line, Tally
 from offbeat.schedules.table import Kind
 
 Event = Kind | Literal["S", "A", "M"]
@@ -20,6 +29,7 @@ NAMES: dict[Event, str] = {
 }
 
 
+_END = itemgetter(5)
 _AVERAGES = 1_000_000
 """Added to a stage's number: its averages' line in a trace."""
 
@@ -41,13 +51,156 @@ class Entry(NamedTuple):
     replica: int = 0
 
 
+MOST = 100_000
+"""How many actions a process keeps in memory, some 5 MB: while it has a file for older ones. Until
+then twice as many, so that a run that is taken up again loses none before its first checkpoint."""
+_AT_ONCE = 1024
+
+
 class Ledger(Columns[Entry]):
-    """Every action of a run, in the order in which the actions ended."""
+    """Every action of a run, in the order in which the actions ended.
+
+    The newest are in memory, older ones in files beside the checkpoints. Without a folder they are
+    counted, and what only they could answer is refused.
+    """
 
     entry = Entry
-    types = "biqqdddi"
+    types = rows.FORM
     word, codes = "kind", {kind: ord(kind) for kind in NAMES}
     noun, name = "an entry of a ledger", "ledger"
+
+    def __init__(self, entries: Iterable[Entry] = (), most: int = MOST) -> None:
+        self.most = most
+        self.declared: Sequence[int] | None = None
+        """The lag per stage that the method promises, where a trainer has given the ledger."""
+        self._older = Tally()
+        self._dropped = 0
+        """How many are in no file; they are the oldest."""
+        self._parts: list[list[rows.Part]] = [[]]
+        """Of older actions, those of each process in their order."""
+        self._file: rows.RowFile | None = None
+        super().__init__(entries)
+
+    # ---------------------------------------------------------------- older actions
+
+    def keep_in(self, folder: Path) -> None:
+        """From here on older actions are appended to a file in this folder."""
+        if self._file is None:
+            self._file = rows.RowFile(folder)
+
+    def cut_back(self) -> None:
+        """Takes away what files have of steps after the checkpoint from which the run goes on."""
+        for part in self._parts[0]:
+            part.cut_back()
+
+    def settle(self) -> None:
+        """Waits until older actions are on disk."""
+        if self._file is not None:
+            self._file.settle()
+
+    def older(self) -> dict[str, Any]:
+        """What :meth:`to_bytes` leaves out: counts of older actions, and where they are."""
+        parts = [part.words() for part in self.parts()]
+        return {"counts": self._older.words(), "dropped": self._dropped, "parts": parts}
+
+    def take_older(
+        self,
+        words: dict[str, Any] | None,
+        folder: Path | None = None,
+        shift_s: float = 0.0,
+        only: Collection[Line] | None = None,
+    ) -> None:
+        """Takes over what :meth:`older` gave, or nothing, as from an earlier version.
+
+        ``folder``: where the files may be now. ``only``: of these lines.
+        """
+        words = words or {"counts": [], "dropped": 0, "parts": []}
+        self._older, self._file = Tally.of(words["counts"], only), None
+        self._dropped = words["dropped"]
+        for counts in self._older.values():
+            counts.shift(shift_s)
+        parts = [rows.Part(**part) for part in words["parts"]]
+        self._parts = [[part.moved(folder, shift_s, only) for part in parts]]
+
+    def tally(self) -> Tally:
+        """Counts of all actions, per stage."""
+        counts = Tally.of(self._older.words())
+        counts.add(self._arrays)
+        return counts
+
+    def certificate(self) -> dict[str, Any]:
+        """Declared and measured lags, versions and averages, as JSON that others can check."""
+        return certificate(self.tally(), self.declared, self.parts(), self._dropped)
+
+    def parts(self) -> list[rows.Part]:
+        """The files that hold older actions."""
+        return [*self._own_parts(), *chain(*self._parts[1:])]
+
+    def _own_parts(self) -> list[rows.Part]:
+        now = [] if self._file is None else [self._file.part()]
+        return [part for part in (*self._parts[0], *now) if part.rows]
+
+    def _shed(self, most: int) -> None:
+        """Leaves at most so many in memory."""
+        while (count := min(len(self._arrays[0]) - most, _AT_ONCE)) > 0:
+            oldest = [column[:count] for column in self._arrays]
+            self._older.add(oldest)
+            self._put_away(oldest)
+            for column in self._arrays:
+                del column[:count]
+
+    def _put_away(self, oldest: list[Any]) -> None:
+        why = "it has no folder for older ones, which save(folder) gives it"
+        if self._file is not None:
+            try:
+                return self._file.add(oldest)
+            except StorageError as error:
+                why, self._file = str(error), None
+        if not self._dropped:
+            warnings.warn(
+                f"the ledger keeps the newest {self.most} actions of a process; older ones are"
+                f" counted from here on: {why}",
+                stacklevel=2,
+            )
+        self._parts[0], self._dropped = [], self._older.rows
+        return None
+
+    def _older_rows(self) -> Iterator[tuple[Any, ...]]:
+        if self._dropped:
+            raise ConfigurationError(
+                f"the first {self._dropped} actions of this ledger are counted only: ask for"
+                f" tally(), or for the last ones, tail({self.most}). A run that saves into a folder"
+                " from its start keeps all of them in a file."
+            )
+        processes = [chain(*parts) for parts in (self._own_parts(), *self._parts[1:])]
+        yield from processes[0] if len(processes) == 1 else heapq.merge(*processes, key=_END)
+
+    def __len__(self) -> int:
+        return self._older.rows + super().__len__()
+
+    def __getitem__(self, index: int) -> Entry:
+        place = range(len(self))[index] - self._older.rows
+        if place < 0:
+            return next(islice(iter(self), place + self._older.rows, None))
+        return super().__getitem__(place)
+
+    def __iter__(self) -> Iterator[Entry]:
+        if not self._older:
+            return super().__iter__()
+        recent = zip(*self._arrays, strict=True)
+        everything: Iterator[tuple[Any, ...]]
+        if len(self._parts) > 1:
+            everything = heapq.merge(self._older_rows(), recent, key=_END)
+        else:
+            everything = chain(self._older_rows(), recent)
+        return (self._read(list(row)) for row in everything)
+
+    def at(self, stage: int, replica: int = 0) -> Iterator[Entry]:
+        if not self._older:
+            return super().at(stage, replica)
+        return (entry for entry in self if (entry.stage, entry.replica) == (stage, replica))
+
+    # ---------------------------------------------------------------- writing down
 
     def record(
         self,
@@ -63,6 +216,9 @@ class Ledger(Columns[Entry]):
         number = math.nan if loss is None else float(loss)
         # An Entry would take longer to make than to store, and every action comes by here.
         self._append((ord(kind), stage, batch, version, start_s, end_s, number, replica))
+        most = self.most if self._file is not None else 2 * self.most
+        if len(self._arrays[0]) >= most + _AT_ONCE:
+            self._shed(most)
 
     def go_on_from(self, data: bytes, shift_s: float = 0.0) -> None:
         """Becomes the ledger that :meth:`to_bytes` gave, its clock shifted, to be written on."""
@@ -113,21 +269,38 @@ class Ledger(Columns[Entry]):
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     @classmethod
-    def merged(cls, ledgers: Iterable["Ledger"], shifts_s: Iterable[float]) -> "Ledger":
+    def merged(cls, ledgers: Sequence["Ledger"], shifts_s: Iterable[float]) -> "Ledger":
         """One ledger of several, each clock shifted, in the order in which actions ended."""
-        entries = [
-            entry._replace(start_s=entry.start_s + shift, end_s=entry.end_s + shift)
-            for ledger, shift in zip(ledgers, shifts_s, strict=True)
-            for entry in ledger
-        ]
-        return cls(sorted(entries, key=lambda entry: entry.end_s))
+        made = cls()
+        made.join(ledgers, list(shifts_s))
+        return made
+
+    def join(self, others: Sequence["Ledger"], shifts_s: Sequence[float]) -> None:
+        """Takes in other processes' actions; this one has none yet."""
+        recent: list[tuple[Any, ...]] = []
+        for other, shift_s in zip(others, shifts_s, strict=True):
+            words = other.older()
+            for place, line in Tally.of(words["counts"]).items():
+                line.shift(shift_s)
+                self._older[place] = line
+            self._dropped += words["dropped"]
+            self._parts.append([rows.Part(**p).moved(None, shift_s) for p in words["parts"]])
+            recent += other.recent(shift_s)
+        for row in sorted(recent, key=_END):
+            self._append(row)
+
+    def recent(self, shift_s: float) -> list[tuple[Any, ...]]:
+        """The actions in memory, kinds as numbers, on another clock."""
+        everything = zip(*self._arrays, strict=True)
+        return [(*row[:4], row[4] + shift_s, row[5] + shift_s, *row[6:]) for row in everything]
 
     def tail(self, count: int) -> "Ledger":
-        """The last entries alone."""
-        return Ledger(self[index] for index in range(max(0, len(self) - count), len(self)))
+        """The last entries alone, of those in memory."""
+        first = max(len(self) - count, self._older.rows)
+        return Ledger(self[index] for index in range(first, len(self)))
 
     def __repr__(self) -> str:
-        stages = sorted(set(self.column("stage")))
+        stages = sorted({*self.column("stage"), *(stage for _, stage in self._older)})
         return f"Ledger({len(self)} actions of stages {', '.join(map(str, stages)) or 'none'})"
 
     def lags(self, stage: int, replica: int = 0) -> dict[int, int]:
@@ -146,16 +319,14 @@ class Ledger(Columns[Entry]):
     def busy_shares(self, stages: int, replica: int = 0, since: int = 0) -> list[float]:
         """Of the time from the first action to the last, what each stage of a replica worked.
 
-        ``since``: leaves out the entries before this one.
+        ``since``: leaves out the entries before this one, where they are still in memory.
         """
-        first, last = math.inf, -math.inf
-        work = [0.0] * stages
-        for index in range(since, len(self)):
-            entry = self[index]
-            if entry.replica == replica and entry.kind in "FBU":
-                first, last = min(first, entry.start_s), max(last, entry.end_s)
-                work[entry.stage] += entry.end_s - entry.start_s
-        return [w / (last - first) if last > first else 0.0 for w in work]
+        recent = Tally() if since else Tally.of(self._older.words())
+        skipped = max(0, since - self._older.rows)
+        recent.add([column[skipped:] for column in self._arrays])
+        lines = [recent.get((replica, stage), Counts()) for stage in range(stages)]
+        first, last = min(line.first_s for line in lines), max(line.last_s for line in lines)
+        return [line.work_s / (last - first) if last > first else 0.0 for line in lines]
 
     def waits(self, stage: int, replica: int = 0) -> dict[int, float]:
         """Per average, by its number: the seconds for which a stage stood still to merge it.

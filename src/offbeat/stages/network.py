@@ -192,7 +192,8 @@ class Network:
         """
         first = not self.habits.inspected
         if first:
-            self.saved.look_at([*work.outputs, *([] if work.loss is None else [work.loss])])
+            ends = [end for end in (work.loss, work.penalty) if end is not None]
+            self.saved.look_at([*work.outputs, *ends])
         if not self.saved.knows(work.graph) and not first:
             self._inspect_again(batch, work, given)
         if self.rule == "stash" and self.habits.hides:
@@ -205,7 +206,8 @@ class Network:
         """Runs the forward once more, for nothing, so that all its operations are seen."""
         if batch is None:
             raise NotRecordable("a forward that saves other tensors than those before it")
-        attributes, spare = Attributes(self.modules), Work(target=work.target, scale=work.scale)
+        attributes = Attributes(self.modules)
+        spare = Work(target=work.target, scale=work.scale, penalized=work.penalized)
         self.habits.inspected = False
         with WrittenBuffers(self.modules).restored():
             self.build_graph(batch, spare, given)

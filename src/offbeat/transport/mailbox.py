@@ -70,7 +70,7 @@ class Mailbox:
         stalled: Callable[[], str],
     ) -> None:
         """``stages``, ``replicas``: those here. ``neighbours``: the links with them, by rank."""
-        self._rank, self._stages, self._device = rank, stages, device
+        self._rank, self.stages, self._device = rank, stages, device
         self._timeout_s = timeout_s
         self._stalled = stalled
         self._inbox: dict[tuple[int, Key], Any] = {}
@@ -100,10 +100,10 @@ class Mailbox:
 
     def send(self, replica: int, key: Key, message: Any) -> None:
         """To its receiver, or to the neighbour that passes it on."""
-        if key.to in self._stages:
+        if key.to in self.stages:
             self._put(replica, key, message)
         else:
-            other = self._rank + (1 if key.to > self._stages[-1] else -1)
+            other = self._rank + (1 if key.to > self.stages[-1] else -1)
             self._neighbours[other].put(key, self._repeats[other].leave_out(key, message))
 
     def has(self, wish: Wish) -> bool:
@@ -183,7 +183,7 @@ class Mailbox:
 
     def _deliver(self, sender: int, arrival: Arrival) -> None:
         (replica,) = self.boxes  # a process with neighbours holds stages of one
-        here = arrival.key.to in self._stages
+        here = arrival.key.to in self.stages
         # What is passed on stays where it has arrived.
         message = arrival.message(self._device if here else None)
         self.send(replica, arrival.key, self._repeats[sender].put_back(arrival.key, message))
@@ -194,7 +194,7 @@ class Mailbox:
         """What the workers wait for right now, in words."""
         waiting = self._waiting
         if waiting is None:
-            stages = sorted({self._stages[0], self._stages[-1]})
+            stages = sorted({self.stages[0], self.stages[-1]})
             whose = f"stage {' to '.join(map(str, stages))}"
             return f"{whose} waits for nothing (it computes, or the script is elsewhere)"
         wishes, since = waiting

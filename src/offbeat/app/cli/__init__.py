@@ -1,4 +1,4 @@
-"""The command line: methods, corrections, schedule, timeline, train, study, report.
+"""The command line: methods, corrections, schedule, timeline, train, study, report, verify.
 
 Only a command that trains or lists corrections may import torch, and only when it runs, so that
 every other answer, help included, is there at once.
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from offbeat import __version__
-from offbeat.app.cli import listing, report, schedule, study, train
+from offbeat.app.cli import listing, report, schedule, study, train, verify
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ for _command in (
     train.train,
     study.study,
     report.report,
+    verify.verify,
 ):
     app.command()(_command)
 

@@ -1,0 +1,20 @@
+"""``offbeat verify``: whether a stored run is what it says."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run, or of checkpoints.")],
+) -> None:
+    """Check a run's certificate: measured lags against declared ones, digests against files."""
+    from offbeat.app.verification import verify_run
+
+    findings = list(verify_run(Path(run)))
+    for holds, words in findings:
+        typer.echo(f"{'ok   ' if holds else 'WRONG'} {words}")
+    if not all(holds for holds, _ in findings):
+        sys.exit(1)
