@@ -444,14 +444,16 @@ def test_the_optimizer_of_a_stage_holds_that_stage_s_parameters() -> None:
         )
 
 
-def test_a_parameter_of_two_stages_is_refused() -> None:
-    shared = nn.Linear(6, 6)
-    with pytest.raises(ConfigurationError, match="one parameter cannot belong to two"):
-        trainer_for([shared, nn.Sequential(shared, nn.Linear(6, 4))])
-    with pytest.raises(ConfigurationError, match="one parameter cannot belong to two"):
-        trainer_for(
-            nn.Sequential(nn.ReLU(), nn.Sequential(shared), nn.Sequential(shared)), stages=2
-        )
+def test_a_parameter_of_two_stages_trains_as_in_one_piece() -> None:
+    shared, last = nn.Linear(6, 6).double(), nn.Linear(6, 4).double()
+    whole = nn.Sequential(shared, nn.ReLU(), nn.Sequential(shared, last))
+    batches = vector_batches(3)
+    expected, losses = plain_loop(whole, batches)
+    for model in ([shared, nn.ReLU(), nn.Sequential(shared, last)], whole):
+        settings = {"stages": 3} if model is whole else {}
+        trainer = trainer_for(copy.deepcopy(model), **settings)
+        assert [float(trainer.step(x, y)) for x, y in batches] == losses  # type: ignore[arg-type]
+        assert_same_bits(trainer.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("settings", [{"stages": 2}, {"cuts": [2]}, {"ppv": (1,)}])
@@ -465,9 +467,16 @@ def test_a_module_used_twice_runs_twice(settings: dict[str, Any]) -> None:
     trainer = trainer_for(model, **settings)
     assert [float(trainer.step(x, y)) for x, y in batches] == losses  # type: ignore[arg-type]
     assert_same_bits(trainer.state_dict(), expected.state_dict())
-    twice = nn.Linear(4, 4)
-    with pytest.raises(ConfigurationError, match="one parameter cannot belong to two"):
-        trainer_for(nn.Sequential(twice, nn.ReLU(), twice), cuts=[1])
+
+
+def test_a_layer_used_twice_may_be_used_by_two_stages() -> None:
+    twice = nn.Linear(6, 6).double()
+    model = nn.Sequential(twice, nn.ReLU(), twice)
+    batches = vector_batches(3)
+    expected, losses = plain_loop(model, batches)
+    trainer = trainer_for(model, cuts=[1])
+    assert [float(trainer.step(x, y)) for x, y in batches] == losses  # type: ignore[arg-type]
+    assert_same_bits(trainer.state_dict(), expected.state_dict())
 
 
 def test_an_asynchronous_method_without_stages_is_pointed_out() -> None:
