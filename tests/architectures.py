@@ -544,6 +544,7 @@ EVERY |= {
     "exits": book(
         nets.Losses, vectors, lambda o, y: sum(F.cross_entropy(part, y) for part in o["logits"])
     ),
-    "frozen-encoder": book(nets.FrozenEncoder, vectors),
+    "frozen-encoder": book(nets.FrozenEncoder, vectors, cuts=["layers.1", "layers.2"]),
+    "handed-weight": book(nets.Hands, vectors),
     "shared-block": book(nets.Shared, vectors),
 }

@@ -234,6 +234,31 @@ class FrozenEncoder(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * scale
+
+
+class Hands(nn.Module):
+    """Calls every block with a weight of its own, as DeBERTa does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.head = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.scale if number != 1 else self.scale.view(1, 16))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 class Shared(nn.Module):
     """One block used four times, as ALBERT's."""
 

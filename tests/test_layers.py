@@ -92,6 +92,7 @@ MOST_PRIVATES = 20
 _BUFFERS = "torch has no public name for the dict that a forward assigns buffers to"
 _VERSION = "torch has no public name for the counter of writes in place"
 _SAVED = "torch has no public name for what a loss has taken its mean over"
+_BASE = "torch has no public name for the tensor that a view is of"
 _HOOKS = "a stand-in of an optimizer that shares its attributes must not share its hooks"
 PRIVATES: dict[str, str] = {
     "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
@@ -103,6 +104,7 @@ PRIVATES: dict[str, str] = {
     "engines/means.py: node._saved_reduction": _SAVED,
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,
+    "stages/network.py: tensor._base": _BASE,
     "stages/network.py: tensor._version": _VERSION,
     "stages/relay.py: tie._version": _VERSION,
     "stages/runner.py: tensor._version": _VERSION,

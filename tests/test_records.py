@@ -278,7 +278,6 @@ def test_a_stage_may_begin_where_gradients_are_off(frozen: bool) -> None:
     [
         test_models.Skips,
         pytest.param(test_models.Doubles, marks=pytest.mark.long),
-        pytest.param(test_models.Numbers, marks=pytest.mark.long),
         pytest.param(test_models.Counts, marks=pytest.mark.long),
         lambda: test_models.Hides("gradient"),
         lambda: test_models.Tells("before", (2,)),

@@ -549,9 +549,11 @@ def ends_of_language_models(replicas: int, stages: int) -> list[dict[str, Any]]:
                 case.make(), loss=case.loss, optimizer=OPTIMIZERS["adamw"], method=method,
                 stages=stages, replicas=replicas,
             )  # fmt: skip
-            data = [({n: torch.cat([t, t]) for n, t in x.items()}, torch.cat([y, y]))
-                    for x, y in parts_of(case)]  # fmt: skip
-            for x, y in trainer.batches(data):
+            twice = [
+                ({n: torch.cat([t, t.flip(0)]) for n, t in x.items()}, torch.cat([y, y.flip(0)]))
+                for x, y in parts_of(case)
+            ]
+            for x, y in trainer.batches(twice):
                 trainer.step(x, y)
             trainer.flush()
             ends.append(trainer.state_dict())

@@ -328,7 +328,10 @@ class Network:
             wanted = tensor.requires_grad or (
                 self.rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
             )
-            return without_holes(tensor.detach()).requires_grad_(needed and wanted)
+            root = tensor if tensor._base is None else tensor._base
+            # A weight itself: the next update would write into what is under way.
+            values = tensor.detach().clone() if id(root) in self._own else tensor.detach()
+            return without_holes(values).requires_grad_(needed and wanted)
 
         if isinstance(output, Bundle):  # a tie that only passes stays the tensor that it is
             known = given.ties if isinstance(given, Bundle) else {}
