@@ -66,6 +66,8 @@ class Worker:
         self._rebuilds = fill.rule == "recompute" and not fill.plain
         self.stage.begin(fill)
         self.guard.begin(fill.micro_batches)
+        if self._means is not None:
+            self._means.begin()
 
     @property
     def began_at(self) -> tuple[int, int]:
