@@ -20,6 +20,7 @@ import offbeat
 from helpers import assert_same_bits, trainer_for
 from offbeat.engines import world
 from offbeat.engines.setup import describe
+from offbeat.engines.placement import Placement
 from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLost
 from offbeat.faults import Faults
 from offbeat.methods import (
@@ -223,8 +224,12 @@ def test_a_placement_is_numbers_of_stages_and_one_process_has_all() -> None:
     for wrong in (2, "22", (), (2, 0), (2.0, 2), [True, 3]):
         with pytest.raises(ConfigurationError, match=r"as in placement=\(3, 5\)"):
             offbeat.Machines(placement=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="and here there are 1. Start 2"):
-        trainer_for(jobs.uneven_net(), cuts=[1, 2, 3], machines=offbeat.Machines(placement=(2, 2)))
+    halves = offbeat.Machines(placement=(2, 2))
+    for replicas in (1, 2):
+        words = f"and here there are 1. Start {2 * replicas} processes"
+        with pytest.raises(ConfigurationError, match=words):
+            trainer_for(jobs.uneven_net(), cuts=[1, 2, 3], replicas=replicas, machines=halves)
+    assert Placement.across(4, 2, 4, 0, halves.counts(4, 2, 2)).counts == (2, 2)
     with pytest.raises(ConfigurationError, match=r"machines=\(2, 2\): give an object"):
         trainer_for(jobs.uneven_net(), cuts=[1], machines=(2, 2))
     assert trainer_for(jobs.uneven_net(), cuts=[1, 2]).placement == (3,)

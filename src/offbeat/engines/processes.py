@@ -73,7 +73,7 @@ class Processes(Engine):
         rank = int(os.environ["RANK"]) if again else groups.rank()
         size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
         check_size(size, stages, replicas, outlive)
-        counts = machines.counts(stages, max(1, size // replicas), min(replicas, size))
+        counts = machines.counts(stages, max(1, size // replicas), replicas)
         super().__init__(Placement.across(stages, replicas, size, rank, counts))
         placement = self.placement
         self.needs_costs = counts is None and 1 < len(placement.row) < stages
