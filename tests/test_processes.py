@@ -19,8 +19,8 @@ import jobs
 import offbeat
 from helpers import assert_same_bits, trainer_for
 from offbeat.engines import world
-from offbeat.engines.setup import describe
 from offbeat.engines.placement import Placement
+from offbeat.engines.setup import describe
 from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLost
 from offbeat.faults import Faults
 from offbeat.methods import (
