@@ -447,6 +447,6 @@ def test_whoever_asks_alone_is_told_that_all_must_ask(
     monkeypatch.setattr(groups, "broadcast", time_out)
     monkeypatch.setattr(processes, "NOTICED_S", 0.0)
     alone: Any = SimpleNamespace(rank=0, _mailbox=SimpleNamespace(failure=None))
-    words = f"rank 0 has waited .* for {whose} .*must be read by all: under 'if trainer.rank == 0'"
+    words = f"rank 0 has waited .* for {whose}.*must be read by all: under 'if trainer.rank == 0'"
     with pytest.raises(WorkerLost, match=words):
         processes.Processes._broadcast(alone, [], None, [0, 1], source, "weights")
