@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -198,6 +199,15 @@ def test_layers_are_folders() -> None:
 
 
 # ------------------------------------------------------------------ names
+
+MOST_ARGUMENTS = 26
+
+
+def test_the_constructor_has_room_and_no_argument_means_something_else_than_its_member() -> None:
+    arguments = {*inspect.signature(offbeat.Trainer).parameters}
+    assert len(arguments) <= MOST_ARGUMENTS
+    same = {"model", "method", "corrections", "stages", "cuts", "replicas", "averaging"}
+    assert arguments & {*dir(offbeat.Trainer)} == same, "say these alike, or name them apart"
 
 
 def test_exported_names() -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from helpers import mlp, trained, vector_batches
+from helpers import mlp, trained, trainer_for, vector_batches
 from jobs import pause
 from offbeat.app.cli import main
 from offbeat.engines.launcher import launch
 from offbeat.errors import ConfigurationError
-from offbeat.methods import StaleWeights
+from offbeat.faults import Faults
+from offbeat.methods import ADL, StaleWeights
 from offbeat.records.ledger import Entry, Ledger
 from offbeat.schedules.timeline import measured_timeline
 
@@ -153,3 +154,22 @@ def test_options_that_a_measured_timeline_cannot_use_are_refused(
 def test_a_ledger_says_what_it_holds(ledger: Ledger) -> None:
     assert repr(ledger) == "Ledger(54 actions of stages 0, 1, 2)"
     assert repr(Ledger()) == "Ledger(0 actions of stages none)"
+
+
+def test_gradients_that_were_thrown_away_are_not_told_of_as_applied() -> None:
+    """An error half-way through a batch, and a state that is loaded: the run goes on without it."""
+    trainer = trainer_for(mlp(), ADL(4), cuts=[2, 4], faults=Faults().fail("0B22"))
+    batches = vector_batches(12, rows=8)
+    state = trainer.state_dict()
+    with pytest.raises(RuntimeError):
+        for x, y in batches:
+            trainer.step(x, y)
+    trainer.load_state_dict(state)
+    for x, y in batches[:3]:
+        trainer.step(x, y)
+    trainer.flush()
+    for stage in range(3):
+        lags = trainer.ledger.lags(stage)
+        assert ({20, 21} <= {*lags}) == (stage == 2)  # which had its update already
+        assert max(lags.values()) <= trainer.lags[stage]
+        assert len(lags) == 4 * sum((e.kind, e.stage) == ("U", stage) for e in trainer.ledger)

@@ -368,6 +368,19 @@ def test_a_weight_of_several_stages_has_it_once() -> None:
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
+def test_a_frozen_weight_of_several_stages_counts_once() -> None:
+    """Every stage has it, so that the sum over stages has it several times."""
+    model = jobs.tied_net()
+    model[0].weight.requires_grad_(False)
+    model[5].bias.requires_grad_(False)
+    batches = vector_batches(2, dtype=torch.float32)
+
+    def penalty(named: Named) -> Any:
+        return 1e-2 * sum(p.square().sum() for _, p in named)
+
+    trained(model, batches, Synchronous(), cuts=[2, 5], penalty=penalty)
+
+
 def test_local_losses_bring_it_in_every_stage() -> None:
     batches = vector_batches(4, dtype=torch.float32)
     model = mlp(dtype=torch.float32)

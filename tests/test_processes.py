@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ import torch
 import jobs
 import offbeat
 from helpers import assert_same_bits, trainer_for
-from offbeat.engines import world
+from offbeat.engines import processes, world
+from offbeat.engines.placement import Placement
 from offbeat.engines.setup import describe
 from offbeat.errors import BatchError, ConfigurationError, StageError, WorkerLost
 from offbeat.faults import Faults
@@ -34,6 +36,7 @@ from offbeat.methods import (
     Synchronous,
 )
 from offbeat.nest import tensors
+from offbeat.transport import groups
 from offbeat.transport.base import Key
 from offbeat.transport.wire import Arrival, pack
 
@@ -149,7 +152,7 @@ def test_disagreements_are_named_with_both_values() -> None:
     for what, words in {
         "method": r"the method differs.*StaleWeights.* on rank 0, .*PipeDream.* on rank 1",
         "model": "the model differs.*tensors, digest .* on rank 0.* on rank 1",
-        "weights": "the weights the model starts from differs.*torch.manual_seed",
+        "weights": "what weights the model starts from differs.*torch.manual_seed",
         "threads": "the number of threads differs between processes: 1 on rank 0, 2 on rank 1",
         "stages": "1 stage and the launcher started 2 processes.*--nproc-per-node 1",
         "loader": "the loader has 3 batches on rank 0 and 2 on rank 1",
@@ -223,8 +226,12 @@ def test_a_placement_is_numbers_of_stages_and_one_process_has_all() -> None:
     for wrong in (2, "22", (), (2, 0), (2.0, 2), [True, 3]):
         with pytest.raises(ConfigurationError, match=r"as in placement=\(3, 5\)"):
             offbeat.Machines(placement=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="and here there are 1. Start 2"):
-        trainer_for(jobs.uneven_net(), cuts=[1, 2, 3], machines=offbeat.Machines(placement=(2, 2)))
+    halves = offbeat.Machines(placement=(2, 2))
+    for replicas in (1, 2):
+        words = f"and here there are 1. Start {2 * replicas} processes"
+        with pytest.raises(ConfigurationError, match=words):
+            trainer_for(jobs.uneven_net(), cuts=[1, 2, 3], replicas=replicas, machines=halves)
+    assert Placement.across(4, 2, 4, 0, halves.counts(4, 2, 2)).counts == (2, 2)
     with pytest.raises(ConfigurationError, match=r"machines=\(2, 2\): give an object"):
         trainer_for(jobs.uneven_net(), cuts=[1], machines=(2, 2))
     assert trainer_for(jobs.uneven_net(), cuts=[1, 2]).placement == (3,)
@@ -428,3 +435,18 @@ def test_a_thread_that_has_not_ended_never_outlives_the_interpreter(
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     with pytest.raises(SystemExit, match="0"):
         world._leave()
+
+
+@pytest.mark.parametrize(("source", "whose"), [(0, "others to take its"), (1, "the .* of rank 1")])
+def test_whoever_asks_alone_is_told_that_all_must_ask(
+    source: int, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_out(*_: Any) -> None:
+        raise RuntimeError("Timed out waiting 8000ms for send operation to complete")
+
+    monkeypatch.setattr(groups, "broadcast", time_out)
+    monkeypatch.setattr(processes, "NOTICED_S", 0.0)
+    alone: Any = SimpleNamespace(rank=0, _mailbox=SimpleNamespace(failure=None))
+    words = f"rank 0 has waited .* for {whose}.*must be read by all: under 'if trainer.rank == 0'"
+    with pytest.raises(WorkerLost, match=words):
+        processes.Processes._broadcast(alone, [], None, [0, 1], source, "weights")

@@ -449,6 +449,28 @@ def test_a_mean_over_other_than_rows_is_not_taken_by_rows(loss: Any, replicas: i
     assert_same_bits(rows.state_dict(), by_rows.state_dict())
 
 
+def test_a_mean_is_looked_at_where_its_graph_is_built_late() -> None:
+    trainer = weighted_trainer(DSP(lag=(2, 1), accumulate=2), weight=None, cuts=[1])
+    with pytest.raises(BatchError, match=r"is a mean over .* \(rows\)"):
+        for x, y in BATCHES[:4]:
+            trainer.step(x, y)
+
+
+def test_batches_after_a_flush_are_compared_with_themselves() -> None:
+    """All of a class, then all of another: what each part counts fits within each batch."""
+    weights = torch.tensor([1.0, 2.0])
+    trainer = offbeat.Trainer(
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+        loss=lambda output, y: nn.functional.cross_entropy(output, y, weights),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        method=GPipe(2),
+        cuts=[1],
+    )
+    for number in (0, 1):
+        trainer.step(torch.randn(8, 3), torch.full((8,), number))
+        trainer.flush()
+
+
 def test_one_part_is_plain_training_whatever_its_loss_is_over() -> None:
     trainer, _ = train(BATCHES, Synchronous(), weight=None)
     assert_same_bits(trainer.state_dict(), by_hand(BATCHES, 1)[0].state_dict())

@@ -73,10 +73,10 @@ from offbeat.optimizers import Muon
 from offbeat.records.ledger import Ledger
 from offbeat.rng import seeded
 from offbeat.stages import lanes
-from offbeat.stages.gathered import counts_on_device
 from offbeat.stages.lanes import Lanes, NotRecordable
 from offbeat.stages.network import Network
 from offbeat.stages.recorded import Recorded
+from offbeat.stages.recorded_update import counts_on_device
 from offbeat.stages.slots import Slot
 from offbeat.stages.stage import Stage
 from offbeat.transport.memory import Memory

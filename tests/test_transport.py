@@ -20,7 +20,8 @@ from offbeat import nest
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.methods import StaleWeights
 from offbeat.transport import LINKS, choose
-from offbeat.transport.base import Key
+from offbeat.transport.base import Gathered, Key
+from offbeat.transport.groups import Collectives
 from offbeat.transport.link import End, Link, open_pair
 from offbeat.transport.wire import pack
 from test_docs import ADD_TRANSPORT, blocks
@@ -141,3 +142,19 @@ def test_gloo_is_named_where_it_has_to_be() -> None:
     naming = {path for path in package.rglob("*.py") if "gloo" in path.read_text().lower()}
     own = {f"transport/{name}.py" for name in ("__init__", "gloo", "shared", "groups")}
     assert {path.relative_to(package).as_posix() for path in naming} == own
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_stage_without_weights_gathers_nothing_and_waits_for_nobody(*, summed: bool) -> None:
+    """One that only borrows its weights, or an nn.Tanh: its replicas have no part to wait for."""
+    arrived: dict[Key, Gathered] = {}
+
+    class Three:
+        size = staticmethod(lambda: 3)
+
+    of_stage: Any = {1: Three()}
+    collectives = Collectives(of_stage, CPU, arrived.__setitem__, pytest.fail)
+    collectives.gather(Key("export", 1, 0), [], summed=summed)
+    (gathered,) = arrived.values()
+    assert gathered.parts == [[]] * (1 if summed else 3)
+    assert gathered.replicas == 3

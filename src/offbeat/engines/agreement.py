@@ -17,7 +17,7 @@ Exchange = Callable[[str, Any], list[Any]]
 
 _REMEDIES = {
     "the model": "Build the same model everywhere.",
-    "the weights the model starts from": (
+    "what weights the model starts from": (
         "Call torch.manual_seed with one number before the model is built."
     ),
     "the type of device": "Use one type of device.",
@@ -48,7 +48,7 @@ def agreed_seed(exchange: Exchange, rank: int, setup: Setup, cut: Cut, seed: int
     }
     compare(exchange, rank, facts)
     digest = f"digest {checksum_of(list(tensors.values())):08x}"
-    compare(exchange, rank, {"the weights the model starts from": digest})
+    compare(exchange, rank, {"what weights the model starts from": digest})
     seeds = exchange("seed", torch.initial_seed() if seed is None else seed)
     compare(exchange, rank, {"the guards": str(setup.guards)})
     return int(seeds[0])

@@ -24,6 +24,11 @@ NOTICED_S = 4 * _POLL_S
 
 LOST = object()
 """In place of the value of a process that died."""
+ASKED_BY_ALL = (
+    "What is read from all processes (ledger, readings, updates, memory(), state_dict(),"
+    " evaluate()) must be read by all: under 'if trainer.rank == 0' belongs only what is done with"
+    " it."
+)
 _STORE_GONE = (
     "the launcher's store cannot be reached any more: the process that holds it (torchrun's agent,"
     " or rank 0) has ended; its own output says why."
@@ -164,10 +169,7 @@ class Board:
                     f"rank {self._rank} has waited {self._timeout_s:g} s"
                     f" (timeout={self._timeout_s:g}) for {name!r} from rank {rank}: that process"
                     " has died, or it does something else. Its own output says what; if all it"
-                    " needs is time, give the trainer a longer timeout. What is read from all"
-                    " processes (ledger, readings, updates, memory(), state_dict(), evaluate())"
-                    " must be read by all: under 'if trainer.rank == 0' belongs only what is done"
-                    " with it."
+                    f" needs is time, give the trainer a longer timeout. {ASKED_BY_ALL}"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

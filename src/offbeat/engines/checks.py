@@ -243,8 +243,12 @@ def check_penalty(penalty: Penalty, cut: Cut) -> None:
             f"penalty= returned {whole!r} for all weights: it must return one number as a tensor,"
             " computed from them without detach(), data or item()."
         )
-    with torch.no_grad():
-        parts = [penalty([(names[id(p)], p) for p in m.parameters()]) for m in cut.modules]
+    parts, counted = [], set()
+    for module in cut.modules:
+        own = [p for p in module.parameters() if p not in counted]  # each has what is frozen
+        counted.update(own)
+        with torch.no_grad():
+            parts.append(penalty([(names[id(p)], p) for p in own]))
     found, total = float(whole.detach()), sum(map(float, parts))
     if math.isfinite(found) and not math.isclose(found, total, rel_tol=1e-2):
         raise ConfigurationError(

@@ -34,7 +34,7 @@ def start_engine(
     outlive = checks.outlives(when_replica_dies, setup.averaging)
     if kind == "processes":
         return Processes(cut.stages, setup.replicas, setup.device, timeout, where, outlive=outlive)
-    where.counts(cut.stages, 1, 1)
+    where.counts(cut.stages, 1, setup.replicas)
     if kind == "streams":
         checks.check_streams(setup.device, setup.replicas, setup.averaging, setup.guards)
         return Streams(cut.stages, setup.device)

@@ -1,4 +1,4 @@
-"""What a user says about the machines of a run: which process holds which stages, on which GPU."""
+"""What a user says about the machines of a run: which process holds which stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -36,6 +36,10 @@ class Means:
         """Of each cross entropy in the loss: its targets by what the first part counts."""
         self._warned = self._looked = False
 
+    def begin(self) -> None:
+        """Starts a fill of the pipe, whose batches are counted anew."""
+        self._batch = -1
+
     def look_at(self, batch: int, work: Work, portion: Portion) -> None:
         """``work``: the next part of a batch, with its loss."""
         if work.loss is None or not portion.amount:

@@ -312,7 +312,10 @@ class Pipeline:
         workers = self.engine.workers
         newest = max((worker.stage.version for worker in workers), default=0)
         for worker in workers:
-            worker.stage.discard()
+            stage = worker.stage
+            landed = {flight.batch for flight in stage.flights.landed}
+            self.engine.own_ledger.take_back(stage.index, stage.replica, landed)
+            stage.discard()
             worker.stage.version = newest  # an error may have left some behind
             worker.pending.clear()
             worker.transport.clear()

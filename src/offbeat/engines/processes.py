@@ -24,7 +24,7 @@ from offbeat.elastic.restarts import return_number
 from offbeat.elastic.survivors import connect_replicas
 from offbeat.engines.agreement import agreed_seed, compare
 from offbeat.engines.base import Engine
-from offbeat.engines.board import LOST, NOTICED_S, Board, SharedNotes
+from offbeat.engines.board import ASKED_BY_ALL, LOST, NOTICED_S, Board, SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.feed import checksum_of, pairs_of
 from offbeat.engines.machines import Machines
@@ -73,7 +73,7 @@ class Processes(Engine):
         rank = int(os.environ["RANK"]) if again else groups.rank()
         size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
         check_size(size, stages, replicas, outlive)
-        counts = machines.counts(stages, max(1, size // replicas), min(replicas, size))
+        counts = machines.counts(stages, max(1, size // replicas), replicas)
         super().__init__(Placement.across(stages, replicas, size, rank, counts))
         placement = self.placement
         self.needs_costs = counts is None and 1 < len(placement.row) < stages
@@ -332,11 +332,13 @@ class Processes(Engine):
             while failure() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             waited_s = time.monotonic() - started
+            whose = f"for the {what} of rank {ranks[place]}"
+            if ranks[place] == self.rank:
+                whose = f"for others to take its {what}"
             raise failure() or WorkerLost(
-                f"rank {self.rank} has waited {waited_s:.1f} s for the {what} of rank"
-                f" {ranks[place]}, and the connection broke ({str(error).splitlines()[0]}). That"
-                " process, or one that passes them on, has died or its machine cannot be reached;"
-                " its own output says why."
+                f"rank {self.rank} has waited {waited_s:.1f} s {whose}, and the connection broke"
+                f" ({str(error).splitlines()[0]}). A process has died, cannot be reached or does"
+                f" something else; its own output says what. {ASKED_BY_ALL}"
             ) from error
 
     # ---------------------------------------------------------------- saving

@@ -32,7 +32,8 @@ class Status:
     def model(self) -> nn.Module:
         """The unsplit model with the newest weights (replica 0's, where several are here).
 
-        One stage per process: those of other stages may be read once :meth:`gather` was called.
+        In several processes weights of stages that others train may be read once :meth:`gather` was
+        called.
         """
         return self._pipeline.cut.model
 

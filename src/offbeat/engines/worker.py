@@ -58,6 +58,8 @@ class Worker:
         self._first_batch = self._first_update = 0
         self._rebuilds = False
         """Whether a backward has work to do before its gradient is there."""
+        self._not_compared: dict[int, Portion] = {}
+        """Of micro-batches whose loss has no graph before their backward."""
 
     def begin(self, fill: Fill) -> None:
         """Starts a fill of the pipe, for the stage, its corrections and its guard."""
@@ -66,6 +68,9 @@ class Worker:
         self._rebuilds = fill.rule == "recompute" and not fill.plain
         self.stage.begin(fill)
         self.guard.begin(fill.micro_batches)
+        self._not_compared.clear()
+        if self._means is not None:
+            self._means.begin()
 
     @property
     def began_at(self) -> tuple[int, int]:
@@ -151,22 +156,29 @@ class Worker:
         counts = loss is not None and portion.scale > 0.0
         self._record("F", batch, read, start, end, loss if counts else None)
         if loss is not None and counts:
-            self._look_at(loss, batch, read, portion)
+            self.guard.look_at(loss, batch, read)
+            self._compare(batch, portion)
 
-    def _look_at(self, loss: Tensor, batch: int, version: int, portion: Portion) -> None:
-        self.guard.look_at(loss, batch, version)
+    def _compare(self, batch: int, portion: Portion) -> None:
+        """What a part counts with what its loss is a mean over, once there is a graph of it."""
         work = self.stage.flights.in_air[batch].work
         # To ask a GPU is to wait for it: in the first step alone.
         cheap = self.stage.device.type == "cpu" or self.step == 0
-        if self._means is not None and work is not None and cheap:
-            number = (batch - self._first_batch) // self._fill.micro_batches
-            self._means.look_at(number, work, portion)
+        if self._means is None or work is None or not cheap:
+            return
+        if work.loss is None:
+            self._not_compared[batch] = portion
+            return
+        number = (batch - self._first_batch) // self._fill.micro_batches
+        self._means.look_at(number, work, portion)
 
     def _backward(self, action: Action) -> None:
         batch = self._first_batch + action.batch
         began = perf_counter()
         if self._rebuilds:
             self.stage.prepare(batch)
+            if (portion := self._not_compared.pop(batch, None)) is not None:
+                self._compare(batch, portion)
         prepared = perf_counter() - began
         received = [self.transport.receive(key) for key in self.needs(action)]
         start, began = self._clock(), perf_counter()

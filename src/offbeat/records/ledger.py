@@ -220,6 +220,18 @@ class Ledger(Columns[Entry]):
         if len(self._arrays[0]) >= most + _AT_ONCE:
             self._shed(most)
 
+    def take_back(self, stage: int, replica: int, batches: Collection[int]) -> None:
+        """Strikes out backwards whose gradients were thrown away: no update will apply them."""
+        backward, left = ord("B"), {*batches}
+        for row in reversed(range(len(self._arrays[0])) if left else ()):
+            kind, of_stage, batch, *_, of_replica = (column[row] for column in self._arrays)
+            if (kind, of_stage, of_replica) == (backward, stage, replica) and batch in left:
+                left.remove(batch)
+                for column in self._arrays:
+                    del column[row]
+            if not left:
+                return
+
     def go_on_from(self, data: bytes, shift_s: float = 0.0) -> None:
         """Becomes the ledger that :meth:`to_bytes` gave, its clock shifted, to be written on."""
         super().go_on_from(data)

@@ -30,7 +30,8 @@ from offbeat.nest import Nest, is_dense
 from offbeat.stages.attributes import Attributes, hook_of
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Flight
-from offbeat.stages.gathered import (
+from offbeat.stages.lanes import Instant, Lane, Lanes, NotRecordable, Pool, Recording
+from offbeat.stages.recorded_update import (
     GatheredGradients,
     Numbers,
     RecordedUpdate,
@@ -38,7 +39,6 @@ from offbeat.stages.gathered import (
     numbers_of,
     without_none,
 )
-from offbeat.stages.lanes import Instant, Lane, Lanes, NotRecordable, Pool, Recording
 from offbeat.stages.runner import Direct
 from offbeat.stages.slots import Kind, Slot, deliver, kind_of, no_penalty, uneven
 

@@ -23,9 +23,9 @@ from offbeat import nest
 from offbeat.errors import StageError
 from offbeat.nest import Nest
 from offbeat.stages.flight import Work
-from offbeat.stages.gathered import GatheredGradients, copy_all, without_none
 from offbeat.stages.lanes import Instant, Lane, Pool, Recording
 from offbeat.stages.network import Network
+from offbeat.stages.recorded_update import GatheredGradients, copy_all, without_none
 from offbeat.stages.runner import copied_into
 from offbeat.stages.versions import Graph, Saved, SavedActivation, weights_set_to
 

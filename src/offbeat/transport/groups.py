@@ -148,6 +148,10 @@ class Collectives:
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
         sent_s = time.perf_counter()
         group = self._groups[key.to]
+        if not parts:  # of a stage without weights of its own: no work would ever be done
+            nothing: list[list[Tensor]] = [[] for _ in range(1 if summed else group.size())]
+            self._deliver(key, Gathered(nothing, sent_s, sent_s, group.size()))
+            return
         rows = [part.detach().cpu().contiguous() for part in parts]
         results, works = _sum(rows, group) if summed else _collect(rows, group)
         left = len(works)
