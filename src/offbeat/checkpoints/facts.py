@@ -78,12 +78,12 @@ def placement_of(manifest: Manifest) -> Placement | None:
         whole = size in (1, stages * replicas)
         return Placement.across(stages, replicas, size, 0) if whole and size else None
     try:
-        ranks = tuple(map(tuple, rows))
+        ranks = tuple(tuple(map(int, row)) for row in rows)
         if [len(row) for row in ranks] != [stages] * len(rows) or len(rows) != replicas:
             return None
         counts = [ranks[0].count(rank) for rank in dict.fromkeys(ranks[0])]
         found = Placement.across(stages, replicas, len({*chain(*ranks)}), 0, counts)
-    except (TypeError, IndexError, ValueError):
+    except (TypeError, LookupError, ValueError, OverflowError):
         return None
     return found if found.ranks == ranks else None
 
