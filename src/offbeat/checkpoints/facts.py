@@ -71,7 +71,7 @@ def placement_of(manifest: Manifest) -> Placement | None:
     stages, replicas, rows = (manifest.get(n) for n in ("stages", "replicas", "placement"))
     if any(type(count) is not int or count < 1 for count in (stages, replicas)):
         return None
-    if stages * replicas > len(manifest["files"]):
+    if stages * (replicas - len(gone_of(manifest))) > len(manifest["files"]):
         return None
     if rows is None:  # an earlier version had one stage or all of them in a process
         size = manifest.get("processes")
@@ -86,6 +86,13 @@ def placement_of(manifest: Manifest) -> Placement | None:
     except (TypeError, LookupError, ValueError, OverflowError):
         return None
     return found if found.ranks == ranks else None
+
+
+def gone_of(manifest: Manifest) -> set[int]:
+    """The replicas that had died when an exact checkpoint was saved."""
+    found = manifest.get("gone", [])
+    whole = isinstance(found, list) and all(type(replica) is int for replica in found)
+    return set(found) if whole else set()
 
 
 def compare_models(path: Path, manifest: Manifest, model: nn.Module) -> None:
