@@ -185,5 +185,7 @@ def dtype_named(name: str) -> torch.dtype:
 def view(memory: Tensor, dtype: str, size: list[int], stride: list[int], offset: int = 0) -> Tensor:
     """A tensor over bytes in memory."""
     kind = dtype_named(dtype)
+    if any(number < 0 for number in (*size, *stride, offset)):
+        raise ValueError(f"a tensor of sizes {size} and strides {stride} from {offset} on")
     whole = memory[: len(memory) // kind.itemsize * kind.itemsize].view(kind)
     return whole.as_strided(size, stride, offset)

@@ -9,7 +9,7 @@ from offbeat.app.runs import CERTIFICATE, CHECKPOINTS, CONFIG
 from offbeat.checkpoints.folder import MANIFEST, candidates
 from offbeat.errors import ConfigurationError
 from offbeat.records import disk
-from offbeat.records.certificate import FORMAT, excess
+from offbeat.records.certificate import FORMAT, excess, trouble_of
 from offbeat.records.rows import Part
 from offbeat.records.tally import Tally
 
@@ -51,11 +51,15 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} cannot be used: {error}. Is it damaged?") from None
-    if path.name == CERTIFICATE and (told.get("format") != FORMAT or told["declared"] is None):
+    if path.name != CERTIFICATE:
+        return told
+    if told.get("format") != FORMAT or told.get("declared") is None:
         raise ConfigurationError(
             f"{path} has format {told.get('format')}, and this version of offbeat checks {FORMAT},"
             " with declared lags."
         )
+    if (trouble := trouble_of(told)) is not None:
+        raise ConfigurationError(f"{path} cannot be used: {trouble}. Was it changed by hand?")
     return told
 
 

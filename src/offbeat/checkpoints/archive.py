@@ -17,6 +17,7 @@ from offbeat.checkpoints.facts import (
     compare_models,
     describe_model,
     facts_of,
+    gone_of,
     placement_of,
 )
 from offbeat.checkpoints.folder import (
@@ -61,6 +62,10 @@ class Archive:
         self._writer = Writer(pipeline.engine)
         self._locks: dict[Path, Lock] = {}
         """Of the folders in which this run has saved."""
+        self._agreed: set[Path] = set()
+        """Those of which all processes that are there now know whose they are."""
+        self._era = 0
+        """The step of the return since when they have agreed."""
         self._known: dict[Path, set[str]] = {}
         """Stamps of the checkpoints that this run has written, or seen when it resumed."""
 
@@ -72,24 +77,24 @@ class Archive:
             raise CheckpointError(
                 "there is nothing to save yet: the first step makes the stages. Save after it."
             )
-        if self._engine.joined_at:
-            raise CheckpointError(
-                f"a replica came back at step {self._engine.joined_at} of this run, and it"
-                " knows nothing of the run's checkpoints. Keep the weights with state_dict()."
-            )
-        if folder not in self._locks:
+        if self._era != self._engine.joined_at:
+            self._agree_anew()
+        if folder not in self._agreed:
             self._locks[folder] = self._take(folder)
+            self._agreed.add(folder)
             self._engine.ledger.keep_in(folder)
             self._engine.ledger.cut_back()
         if drain:
             pipeline.drain()
         # The last write first: two snapshots at once would double what is held in memory.
         self.wait()
-        ranks = list(range(self._engine.size))
         if drain:
             replica = drained.keeper(pipeline)
             ranks = self._engine.placement.row_of(replica)
-        files = drained.files_of(pipeline, replica) if drain else exact.files_of(pipeline)
+            files, gone = drained.files_of(pipeline, replica), []
+        else:
+            files, gone = exact.files_of(pipeline)
+            ranks = exact.ranks_without(gone, self._engine.placement)
         if data is not None and self._engine.rank == ranks[0]:
             # A copy: it is written while the loader goes on.
             files[DATA] = deepcopy(data.state_dict() if hasattr(data, "state_dict") else data)
@@ -107,6 +112,8 @@ class Archive:
             "placement": self._engine.placement.ranks,
             "model": describe_model(pipeline.cut.model),
         }
+        if gone:
+            manifest["gone"] = gone
         ours = self._locks[folder], self._known.setdefault(folder, set())
         settle = self._engine.ledger.settle
         self._writer.start(Order(folder, step, keep, files, ranks, manifest, settle, *ours))
@@ -114,18 +121,38 @@ class Archive:
             self.wait()
         return place_of(folder, step)
 
+    def _agree_anew(self) -> None:
+        """After a return: all tell what they know, because those who came back know nothing."""
+        self._era, trouble = self._engine.joined_at, None
+        self._agreed.clear()
+        try:
+            self.wait()
+        except CheckpointError as error:
+            trouble = str(error)
+        told = self._pipeline.meet("last checkpoint", trouble)
+        trouble = next((text for text in told if text not in (None, LOST)), None)
+        if trouble is not None:  # all raise, or those who did would miss the others' next meeting
+            raise CheckpointError(trouble)
+
     def _take(self, folder: Path) -> Lock:
         """Holds a folder for all processes of this run; together they see all hosts it is on."""
         held = lock.holder(folder) or {}
         processes = held.get("processes", ())
         dead = [key_of(process) for process in processes if state_of(process) == "dead"]
-        told = self._pipeline.meet("lock", [this_process(), dead])
+        ours, known = self._locks.get(folder), self._known.get(folder)
+        if known is not None:
+            known &= {each.stamp for each in candidates(folder)}
+        token, stamps = ours and ours.claim["token"], None if known is None else sorted(known)
+        told = self._pipeline.meet("lock", [this_process(), dead, token, stamps])
         there = {rank: each for rank, each in enumerate(told) if each is not LOST}
+        seen = [stamps for *_, stamps in there.values() if stamps is not None]
+        if seen:
+            self._known[folder] = {*chain(*seen)}
         taken, answer = Lock(folder), None
         if self._engine.rank == min(there):
-            own, theirs = zip(*there.values(), strict=True)
+            processes, theirs, tokens, _ = zip(*there.values(), strict=True)
             try:
-                taken.take(own, {*chain(*theirs)})
+                taken.take(processes, {*chain(*theirs)}, set(tokens) - {None})
                 answer = taken.claim
                 refuse_strange(folder, self._known.get(folder))
             except (CheckpointError, StorageError) as error:
@@ -149,6 +176,7 @@ class Archive:
         self.wait()
         found, skipped = self._choose(folder)
         self._locks.pop(folder, None)
+        self._agreed.discard(folder)
         for words in skipped:
             if engine.rank == 0:
                 warnings.warn(words, stacklevel=3)
@@ -202,12 +230,15 @@ class Archive:
         if manifest.get("kind") == "drained":
             stages = range(int(manifest.get("stages", 0)))
             return [drained.model_of(manifest), *(file_of(0, stage) for stage in stages), *shared]
-        facts, saved = facts_of(self._pipeline), placement_of(manifest)
+        facts, saved, gone = facts_of(self._pipeline), placement_of(manifest), gone_of(manifest)
         differs = any(manifest.get(name) != facts[name] for name in ("stages", "replicas"))
         if saved is None or differs:
             return shared  # refused later, in words of its own
         if self._engine.needs_costs:  # which stages are here decides the batch that is stored
-            everything = ((r, k) for r in range(saved.replicas) for k in range(saved.stages))
+            left = (r for r in range(saved.replicas) if r not in gone)
+            everything = ((r, k) for r in left for k in range(saved.stages))
             return [*starmap(file_of, everything), *shared]
-        needed = [exact.FIRST, *exact.files_for(self._engine.placement, saved)]
+        if not gone.isdisjoint(self._engine.placement.replicas_here):
+            return shared  # this process ends, or all refuse
+        needed = [exact.first_file(gone), *exact.files_for(self._engine.placement, saved)]
         return [*dict.fromkeys(needed), *shared]

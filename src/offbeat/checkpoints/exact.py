@@ -1,9 +1,10 @@
 """Exact checkpoints: all that a worker holds between two steps, what is in flight included."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 
 from offbeat.checkpoints import tensorfile
-from offbeat.checkpoints.facts import Manifest, facts_of, placement_of
+from offbeat.checkpoints.facts import Manifest, facts_of, gone_of, placement_of
 from offbeat.checkpoints.folder import file_of
 from offbeat.engines.base import Engine
 from offbeat.engines.board import LOST
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.placement import Placement
 from offbeat.engines.worker import Target, Worker
-from offbeat.errors import CheckpointError, ConfigurationError
+from offbeat.errors import CheckpointError, ConfigurationError, WorkerLost
 from offbeat.guards import Updates
 from offbeat.records.ledger import Ledger
 from offbeat.records.readings import Readings
@@ -32,8 +33,15 @@ _TYPES: dict[str, Any] = {"target": Target, "weights": Gathered, "gradients": Ga
 """Messages that are tuples with names."""
 
 
-FIRST = file_of(0, 0)
-"""The file that has the batch by which stages were made, for all processes to make them by."""
+def first_file(gone: Collection[int]) -> str:
+    """The file that has the batch by which stages were made, for all processes to make them by."""
+    return file_of(next(replica for replica in count() if replica not in gone), 0)
+
+
+def ranks_without(gone: Collection[int], placement: Placement) -> list[int]:
+    """The processes that hold the replicas that are left."""
+    left = (row for replica, row in enumerate(placement.ranks) if replica not in gone)
+    return sorted({*chain(*left)})
 
 
 def own_files(placement: Placement) -> list[str]:
@@ -44,8 +52,8 @@ def own_files(placement: Placement) -> list[str]:
     ]
 
 
-def files_of(pipeline: Pipeline) -> dict[str, Any]:
-    """What this process writes."""
+def files_of(pipeline: Pipeline) -> tuple[dict[str, Any], list[int]]:
+    """What this process writes, and the replicas that have died, of which nobody does."""
     engine = pipeline.engine
     with pipeline.stopping_on_error():
         engine.await_messages(pipeline.position.step)
@@ -60,21 +68,29 @@ def files_of(pipeline: Pipeline) -> dict[str, Any]:
     words = pipeline.meet("saving", None if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
-    _refuse_without(words, len(engine.placement.row))
-    if (theirs := next(filter(None, words), None)) is not None:
+    if (theirs := next((text for text in words if text not in (None, LOST)), None)) is not None:
         raise CheckpointError(theirs)
     states[0]["process"] = _process_state(pipeline)
-    return dict(zip(own_files(engine.placement), states, strict=True))
+    lost = {rank for rank, text in enumerate(words) if text is LOST}
+    rows = enumerate(engine.placement.ranks)
+    gone = [replica for replica, row in rows if not lost.isdisjoint(row)]
+    return dict(zip(own_files(engine.placement), states, strict=True)), gone
 
 
-def _refuse_without(words: list[Any], row: int) -> None:
-    """Refuses where processes go on without a replica."""
-    gone = sorted({rank // row for rank, text in enumerate(words) if text is LOST})
-    if gone:
-        raise CheckpointError(
-            f"replica {', '.join(map(str, gone))} has died, and an exact checkpoint holds what"
-            " every replica has in flight. save(..., drain=True) keeps the average of those who are"
-            " left, and any number of replicas can go on from it."
+def _end_without(gone: Set[int], pipeline: Pipeline, path: Path) -> None:
+    """Goes on as the run did that was saved: without these replicas."""
+    names = ", ".join(map(str, sorted(gone)))
+    if gone and pipeline.engine.membership is None:
+        raise ConfigurationError(
+            f"replica {names} had died when {path} was saved, and the others went on without it:"
+            " resume with when_replica_dies='go on' and a process or more for each replica, as"
+            " then, or from a checkpoint that was saved with drain=True."
+        )
+    if not gone.isdisjoint(pipeline.engine.placement.replicas_here):
+        raise WorkerLost(
+            f"replica {names} had died when {path} was saved: this process ends, and the others go"
+            " on without it, as then. offbeat.launch(..., go_on=True, restart=1) starts it again,"
+            " so that it joins them."
         )
 
 
@@ -120,10 +136,11 @@ def _first_file(saved: Placement, rank: int) -> str:
 
 def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     engine, device = pipeline.engine, pipeline.setup.device
-    saved = placement_of(manifest)
+    saved, gone = placement_of(manifest), gone_of(manifest)
     assert saved is not None
+    _end_without(gone, pipeline, path)
     if not pipeline.is_built:
-        first = tensorfile.read(path / FIRST)["process"]["first"]
+        first = tensorfile.read(path / first_file(gone))["process"]["first"]
         pipeline.build(on_device({"first": first}, device)["first"])
     placement = engine.placement
     files = {name: tensorfile.read(path / name) for name in files_for(placement, saved)}
@@ -180,7 +197,9 @@ def _owed(placement: Placement, saved: Placement, processes: dict[int, State]) -
         owed = processes[rank]["place"]["owed"]
         # An earlier version kept the mean of the replicas of a process.
         found.append([one if isinstance(one, Tensor) else one[number] for one in owed])
-    return [list(same) for same in zip(*found, strict=True)]
+    # A replica that has come back is not owed what the others were before.
+    latest_first = zip_longest(*map(reversed, found))
+    return [[one for one in same if one is not None] for same in latest_first][::-1]
 
 
 def _gather_records(

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,30 @@ def _digest_layers(model: nn.Module) -> str:
 def placement_of(manifest: Manifest) -> Placement | None:
     """Where the stages of an exact checkpoint were; None if it does not say."""
     stages, replicas, rows = (manifest.get(n) for n in ("stages", "replicas", "placement"))
-    if not isinstance(stages, int) or not isinstance(replicas, int):
+    if any(type(count) is not int or count < 1 for count in (stages, replicas)):
+        return None
+    if stages * (replicas - len(gone_of(manifest))) > len(manifest["files"]):
         return None
     if rows is None:  # an earlier version had one stage or all of them in a process
         size = manifest.get("processes")
         whole = size in (1, stages * replicas)
         return Placement.across(stages, replicas, size, 0) if whole and size else None
-    whole = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
-    if not whole or [len(row) for row in rows] != [stages] * replicas:
+    try:
+        ranks = tuple(tuple(map(int, row)) for row in rows)
+        if [len(row) for row in ranks] != [stages] * len(rows) or len(rows) != replicas:
+            return None
+        counts = [ranks[0].count(rank) for rank in dict.fromkeys(ranks[0])]
+        found = Placement.across(stages, replicas, len({*chain(*ranks)}), 0, counts)
+    except (TypeError, LookupError, ValueError, OverflowError):
         return None
-    return Placement(tuple(map(tuple, rows)), 0)
+    return found if found.ranks == ranks else None
+
+
+def gone_of(manifest: Manifest) -> set[int]:
+    """The replicas that had died when an exact checkpoint was saved."""
+    found = manifest.get("gone", [])
+    whole = isinstance(found, list) and all(type(replica) is int for replica in found)
+    return set(found) if whole else set()
 
 
 def compare_models(path: Path, manifest: Manifest, model: nn.Module) -> None:

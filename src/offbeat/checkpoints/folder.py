@@ -16,7 +16,7 @@ manifest is no checkpoint.
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -114,11 +114,34 @@ def _trouble_of(manifest: dict[str, Any], has_digest: bool) -> str | None:
             f"it has format {manifest.get('format')}, and this version of offbeat reads"
             f" {FORMAT}; the version that saved it can go on from it"
         )
-    kinds = {"files": dict, "model": dict, "versions": dict, "stages": int, "kind": str}
     for fact in ("files", *_ALWAYS):
-        if fact not in manifest or not isinstance(manifest[fact], kinds.get(fact, object)):
+        if fact not in manifest or not _SENSIBLE.get(fact, _anything)(manifest[fact]):
             return f"{MANIFEST} does not say {fact!r}: it has been changed or damaged"
+    if manifest["stages"] > len(manifest["files"]):
+        return f"{MANIFEST} has fewer files than stages: it has been changed or damaged"
     return None
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_file(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.keys() >= {"bytes", "sha256"}
+
+
+_SENSIBLE: dict[str, Callable[[Any], bool]] = {
+    "files": lambda files: isinstance(files, dict) and all(map(_is_file, files.values())),
+    "model": lambda model: isinstance(model, dict),
+    "versions": lambda versions: isinstance(versions, dict) and "torch" in versions,
+    "stages": _is_count,
+    "kind": lambda kind: kind in ("exact", "drained"),
+}
+"""What a fact of a manifest must be like, so that it can be compared."""
 
 
 def candidates(folder: Path) -> list[Found]:

@@ -81,7 +81,8 @@ def to_chunks(state: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
             tensors[name] = value.contiguous()
             if nest.dtype_name(value.dtype) not in _NAMES:
                 words[_KIND + name] = json.dumps([nest.dtype_name(value.dtype), *value.shape])
-                tensors[name] = tensors[name].reshape(-1).view(torch.uint8)
+                flat = tensors[name].as_strided((value.numel(),), (1,))
+                tensors[name] = flat.view(torch.uint8)
     if others:
         try:
             words[_VALUES] = b64encode(tensorfile.to_bytes(others)).decode()
@@ -104,7 +105,8 @@ def to_chunks(state: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
     yield struct.pack("<Q", len(header)) + header
     for _, tensor in in_order:
         if tensor.numel():
-            yield memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+            flat = tensor.cpu().as_strided((tensor.numel(),), (1,))  # whatever a 1 has for a stride
+            yield memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def _is_plain(value: Any) -> bool:

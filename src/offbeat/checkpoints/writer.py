@@ -52,11 +52,15 @@ class Writer:
         self._everyone: Notes | None = None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self._count = 0
+        self._era = self._count = 0
+        """Since which return checkpoints are counted: who comes back knows of none before."""
 
     def start(self, order: Order) -> None:
         self.wait()
+        if self._era != self._engine.joined_at:
+            self._era, self._count, self._everyone = self._engine.joined_at, 0, None
         self._count += 1
+        number = f"{self._era}/{self._count}"
         everyone = self._everyone = self._everyone or self._engine.notes()
         # On a GPU what is to be written is still being copied, in the caller's own stream.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -64,7 +68,7 @@ class Writer:
         def write() -> None:
             _step_back()
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._write(order, everyone)
+                self._write(order, everyone, number)
 
         # Not a daemon: a script that ends after its last save still gets that checkpoint.
         self._thread = threading.Thread(target=write, name="offbeat-saving")
@@ -79,7 +83,7 @@ class Writer:
         if error is not None:
             raise error
 
-    def _write(self, order: Order, everyone: Notes) -> None:
+    def _write(self, order: Order, everyone: Notes, number: str) -> None:
         first, rank, timeout_s = order.ranks[0], self._engine.rank, self._engine.timeout_s
         # The first waits for all parts, and the others also while it puts them together.
         deadline = time.monotonic() + (timeout_s if rank == first else 2 * timeout_s)
@@ -89,7 +93,7 @@ class Writer:
             failing = not threading.main_thread().is_alive() and hasattr(sys, "last_value")
             return failing or self._engine.has_failed or time.monotonic() > deadline
 
-        written, outcome = f"{self._count}/written", f"{self._count}/outcome"
+        written, outcome = f"{number}/written", f"{number}/outcome"
         try:
             if rank in order.ranks:
                 everyone.tell(written, _try(lambda: self._write_own(order)))

@@ -33,7 +33,7 @@ def let_in(pipeline: Pipeline) -> None:
     except CheckpointError as error:  # no reason for the others to end
         gift = tensorfile.to_bytes({"refusal": str(error)})
     membership.admit(admission, pair, torch.frombuffer(bytearray(gift), dtype=torch.uint8))
-    pipeline.engine.joined_at = admission.step
+    pipeline.engine.welcome(admission)
 
 
 def _state_of(pipeline: Pipeline) -> State:
@@ -62,7 +62,7 @@ def join(pipeline: Pipeline) -> None:
     assert engine.membership is not None
     with pipeline.stopping_on_error(), torch.enable_grad():
         admission, gifts = engine.membership.join()
-        engine.returning, engine.joined_at = False, admission.step
+        engine.welcome(admission)
         given = [on_device(tensorfile.from_bytes(g.numpy().tobytes()), device) for g in gifts]
         state = given[0]
         if "refusal" in state:

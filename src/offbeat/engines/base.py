@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
+from offbeat.elastic.survivors import Admission
 from offbeat.engines.board import SharedNotes
 from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.feed import pairs_of
@@ -183,6 +184,10 @@ class Engine(ABC):
 
     def await_messages(self, step: int) -> None:
         """Returns when all that other stages have sent before this call has arrived."""
+
+    def welcome(self, admission: Admission) -> None:
+        """A replica has come back; all hear of it before the same step."""
+        self.returning, self.joined_at = False, admission.step
 
     def first_replica(self) -> int:
         """The first replica that is there."""

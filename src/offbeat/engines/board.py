@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -45,8 +45,20 @@ class SharedNotes:
     For threads beside the worker's, and for moments at which another process may well be dying.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, row: int | None, gone: str) -> None:
-        """``row``: as for :class:`Board`. ``gone``: where a process says that it will not come."""
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        row: int | None,
+        gone: str,
+        lives: Mapping[int, int],
+    ) -> None:
+        """``row``: as for :class:`Board`. ``gone``: where a process says that it will not come.
+
+        ``lives``: the present one of every replica that has come back.
+        """
+        self._lives = dict(lives)
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._size, self._row, self._gone = rank, size, row, gone
 
@@ -98,7 +110,10 @@ class SharedNotes:
         ]
 
     def _died(self, rank: int) -> bool:
-        return self._row is not None and self._store.check([f"dead/{rank // self._row}"])
+        if self._row is None:
+            return False
+        replica = rank // self._row
+        return self._store.check([f"dead/{self._lives.get(replica, replica)}"])
 
 
 class Board:
@@ -201,8 +216,8 @@ class Board:
 
         return _answer(say)
 
-    def notes(self) -> SharedNotes:
-        return SharedNotes(self._store, self._rank, self._size, self._row, self._gone)
+    def notes(self, lives: Mapping[int, int]) -> SharedNotes:
+        return SharedNotes(self._store, self._rank, self._size, self._row, self._gone, lives)
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.

@@ -21,7 +21,7 @@ from offbeat.averaging.sharding import is_sharded, shards_of
 from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
 from offbeat.elastic.restarts import return_number
-from offbeat.elastic.survivors import connect_replicas
+from offbeat.elastic.survivors import Admission, connect_replicas
 from offbeat.engines.agreement import agreed_seed, compare
 from offbeat.engines.base import Engine
 from offbeat.engines.board import ASKED_BY_ALL, LOST, NOTICED_S, Board, SharedNotes
@@ -95,7 +95,9 @@ class Processes(Engine):
         if not self.needs_costs:
             self._open_averages()
         self._board.watch(self._mailbox)
-        self._notes = self._board.notes()
+        self._lives: dict[int, int] = {}
+        """The present ones of replicas that have come back."""
+        self._notes = self.notes()
         self._meetings = 0
         OPEN.append((self._board, self._mailbox))
         # A trainer that is dropped says goodbye; its threads end when its neighbours do the same.
@@ -355,11 +357,12 @@ class Processes(Engine):
         """Every process's value, by rank, or LOST for one that died; a failure ends the wait."""
         deadline = time.monotonic() + self.timeout_s
         self._meetings += 1
-        name = f"{name}/{self._meetings}"
+        name = f"{name}/{self.joined_at}/{self._meetings}"
         self._notes.tell(name, [value])
         found = self._notes.hear(name, None, lambda: self.has_failed or time.monotonic() > deadline)
         for rank, note in enumerate(found):
-            life = rank // len(self.placement.row)
+            replica = rank // len(self.placement.row)
+            life = self._lives.get(replica, replica)
             needed = rank in self._company or not self._board.is_dead(life)
             if note is None and needed:
                 missed = WorkerLost(
@@ -369,6 +372,13 @@ class Processes(Engine):
                 )
                 raise self._mailbox.failure or self._board.failure() or missed
         return [LOST if note is None else note[0] for note in found]
+
+    def welcome(self, admission: Admission) -> None:
+        super().welcome(admission)
+        for life in (*admission.members, admission.life):
+            self._lives[life % self.placement.replicas] = life
+        # Counted anew, because a process that has come back has not been at the others' meetings.
+        self._meetings, self._notes = 0, self.notes()
 
     def first_replica(self) -> int:
         """All who are left say the same."""
@@ -384,7 +394,7 @@ class Processes(Engine):
         return self._mailbox.failure is not None
 
     def notes(self) -> SharedNotes:
-        return self._board.notes()
+        return self._board.notes(self._lives)
 
     # ---------------------------------------------------------------- ending
 

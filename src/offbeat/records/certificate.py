@@ -42,6 +42,43 @@ def _line(replica: int, stage: int, counts: Counts) -> dict[str, Any]:
     }
 
 
+def trouble_of(told: dict[str, Any]) -> str | None:
+    """Why these words are no certificate that can be checked, if they are none."""
+    try:
+        sound = (
+            all(_is_count(lag) for lag in told["declared"])
+            and all(_is_line(line, len(told["declared"])) for line in told["stages"])
+            and all(_is_file(file) for file in told["files"])
+            and all(
+                _is_name(name) and isinstance(digest, str)
+                for kind in ("results", "checkpoints")
+                for name, digest in told.get(kind, {}).items()
+            )
+        )
+    except (TypeError, LookupError, ValueError, AttributeError):
+        sound = False
+    return None if sound else "it is not made as a certificate is (docs/certificate.md)"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_name(name: Any) -> bool:
+    """Of a file that lies beside the certificate, and nowhere else."""
+    return isinstance(name, str) and name == Path(name).name
+
+
+def _is_line(line: dict[str, Any], stages: int) -> bool:
+    counts = [line["replica"], line["stage"], *line["lags"].values()]
+    lags = [int(lag) for lag in line["lags"]]
+    return all(map(_is_count, [*counts, *lags])) and line["stage"] < stages
+
+
+def _is_file(file: dict[str, Any]) -> bool:
+    return _is_name(file["name"]) and _is_count(file["rows"]) and isinstance(file["sha256"], str)
+
+
 def excess(told: dict[str, Any]) -> list[str]:
     """Where a certificate tells of more lag than was declared."""
     found = []

@@ -91,16 +91,22 @@ class Lock:
         self.claim = claim or {}
         self._end: Callable[[], object] = lambda: None
 
-    def take(self, processes: Sequence[Process], dead: Collection[str] = ()) -> None:
+    def take(
+        self,
+        processes: Sequence[Process],
+        dead: Collection[str] = (),
+        own: Collection[str | None] = (),
+    ) -> None:
         """Raises a StorageError while another run has the folder.
 
-        ``dead``: keys of processes that are known to be dead, by others that can look.
+        ``dead``: keys of processes that are known to be dead, by others that can look. ``own``:
+        tokens by which this run has held the folder, with other processes.
         """
         since = datetime.now(UTC).isoformat(timespec="seconds")
         token = secrets.token_hex(8)
         self.claim = {"token": token, "processes": list(processes), "since": since}
         self._end = weakref.finalize(self, _release, self.folder, token, os.getpid())
-        self._write(dead)
+        self._write(dead, own)
 
     def check(self) -> None:
         """Raises a StorageError where another run has taken the folder over."""
@@ -116,7 +122,7 @@ class Lock:
     def release(self) -> None:
         self._end()
 
-    def _write(self, dead: Collection[str]) -> None:
+    def _write(self, dead: Collection[str], own: Collection[str | None] = ()) -> None:
         with suppress(FileExistsError):  # a file: opening the lock in it says so
             self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / NAME
@@ -129,7 +135,9 @@ class Lock:
                     fcntl.flock(file, fcntl.LOCK_EX)
                 if not path.exists() or not os.path.samestat(os.fstat(file), os.stat(path)):
                     continue  # released while we waited
-                self._refuse_if_held(_claim_in(os.pread(file, 1 << 20, 0)), dead)
+                held = _claim_in(os.pread(file, 1 << 20, 0))
+                if held is None or held.get("token") not in own:
+                    self._refuse_if_held(held, dead)
                 content = disk.sealed(self.claim).encode()
                 os.ftruncate(file, 0)
                 if os.pwrite(file, content, 0) < len(content):
