@@ -66,8 +66,11 @@ class Run:
     def name(self) -> str:
         return self.folder.resolve().name
 
-    def is_held(self) -> bool:
+    @property
+    def goes_on(self) -> bool:
         """Whether a process that lives writes there, as far as this machine can see."""
+        if self.summary:
+            return False
         claim = holder(self.folder) or {}
         with suppress(KeyError, TypeError):  # a lock that a hand has written
             return any(state_of(process) == "lives" for process in claim.get("processes", ()))

@@ -32,14 +32,15 @@ class Front:
         """None unless two configurations have been evaluated at known times."""
         by_accuracy = any(run.test_accuracy for case in cases for run in case.runs)
         curves = [case.curve("test_accuracy" if by_accuracy else "test_loss") for case in cases]
-        reached = sorted(
+        reached = [
             (point.time_s, point.value, case.place)
             for case, curve in zip(cases, curves, strict=True)
             for point in curve.points
             if point.time_s is not None
-        )
+        ]
         if len({place for _, _, place in reached}) < 2:
             return None
+        reached.sort(key=lambda of: (of[0], -of[1] if by_accuracy else of[1]))
         steps: list[tuple[float, float, int]] = []
         for time_s, value, place in reached:
             better = not steps or (value > steps[-1][1] if by_accuracy else value < steps[-1][1])

@@ -153,7 +153,7 @@ class Facts:
     @cached_property
     def running(self) -> bool:
         """Whether it goes on, as far as this machine can see."""
-        return self.status is None and self.run.is_held()
+        return self.status is None and self.run.goes_on
 
     @property
     def accuracy(self) -> float | None:

@@ -60,11 +60,7 @@ def table(
         "div",
         tag(
             "table",
-            tag(
-                "caption",
-                caption,
-                tag("span", " (scroll for more \N{RIGHTWARDS ARROW})", class_="more"),
-            ),
+            tag("caption", tag("span", caption)),
             tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head))),
             tag("tbody", *lines),
             class_=class_ or None,

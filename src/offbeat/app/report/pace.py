@@ -125,7 +125,7 @@ def _busy(run: Facts) -> Markup:
 
 
 _IN_TURN = (
-    "All stages ran in one process and took turns: these shares add up to 100 % at most. Under"
+    "All stages ran in one process and took turns: together these shares are at most 100 %. Under"
     " torchrun they overlap."
 )
 

@@ -23,7 +23,9 @@ _MOST_LAGS = 16
 
 def sizes(cases: Sequence[Case]) -> Markup:
     text = "Stale are the weights of stages that lag: their gradients were computed at older ones."
-    return join([note(text), per_case(cases, _sizes, _stale_words)])
+    kinds = (("weights", "weights that are new"), ("flight", "stale"))
+    key = tag("p", *(tag("span", tag("i", class_=f"box {k}"), w) for k, w in kinds), class_="key")
+    return join([note(text), key, per_case(cases, _sizes, _stale_words)])
 
 
 def _stale_words(run: Facts) -> str:
@@ -39,7 +41,7 @@ def _sizes(run: Facts) -> Markup:
         counts = run.lag_counts.get(stage, {})
         late = sum(times for lag, times in counts.items() if lag) / (sum(counts.values()) or 1)
         lag = run.lags[stage] if stage < len(run.lags) else None
-        share = bar(parameters / total, "wait" if lag else "")
+        share = bar(parameters / total, "flight" if lag else "")
         text = words.MISSING if lag is None else words.percent(parameters / total if lag else 0.0)
         measured = words.percent(late) if counts else words.MISSING
         cells = (words.number(layers), words.number(parameters), words.percent(parameters / total))

@@ -44,8 +44,8 @@ def _set_up(run: Facts) -> str:
 
 
 def _outcome(run: Facts) -> str:
-    usual = "is still running" if run.running else "no end was recorded: it was killed, or is"
-    text = run.status or (usual if run.running else f"{usual} still running")
+    unknown = "no end was recorded: it was killed, or is still running"
+    text = run.status or ("still running" if run.running else unknown)
     if run.steps:
         text += f" after {words.plural(run.steps, 'step')}"
         text += f" in {words.seconds(run.time_s)}" if run.time_s else ""
@@ -67,8 +67,16 @@ def configuration_table(cases: Sequence[Case]) -> Markup:
         return note("The configuration is empty.")
     unlike = {key: [_values(key, runs) for runs in columns] for key in keys}
     one = len(cases) == len(columns[0]) == 1
-    differing = [] if one else [key for key in keys if len(set(chain(*unlike[key]))) > 1]
-    alike = [(key, unlike[key][0][0]) for key in keys if key not in differing]
+    unequal = [key for key in keys if len(set(chain(*unlike[key]))) > 1]
+    # These two are of a run alone, and tell no configuration from another.
+    differing = [] if one else [key for key in unequal if key not in ("command", "started")]
+    of_runs = [run for case in cases for run in case.runs]
+    commands = [
+        tag("div", tag("b", run.label), tag("pre", of["command"]))
+        for run, of in zip(of_runs, chain(*columns), strict=True)
+        if "command" in of and "command" in unequal
+    ]
+    alike = [(key, unlike[key][0][0]) for key in keys if one or key not in unequal]
     shown = table("What was asked for", ("setting", "value"), alike, class_="configuration")
     if one:
         return shown
@@ -80,6 +88,7 @@ def configuration_table(cases: Sequence[Case]) -> Markup:
     return join(
         [
             table("Settings that differ", head, body, class_="configuration") if body else None,
+            None if not commands else fold("The command of every run", *commands),
             fold(f"{words.plural(len(alike), 'setting')} that all runs share", shown),
         ]
     )

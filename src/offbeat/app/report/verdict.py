@@ -125,7 +125,8 @@ def _against_plain(standing: Standing, mean: float, by_accuracy: bool) -> Senten
     factor, unit, digits = (100, "points", 1) if by_accuracy else (1, "in loss", 4)
     name, half = standing.case.label, standing.half
     side = "above" if mean > 0 else "below"
-    text = f"{name} ends {abs(factor * mean):.{digits}f} {unit} {side} it"
+    size = f"{abs(factor * mean):.{digits}f}"
+    text = f"{name} ends {size} {unit} {side} it" if float(size) else f"{name} ends level with it"
     if half is None:
         why = "one pair of seeds" if standing.paired else "no pairs of the same seed"
         return "plain", f"{text} ({why}, which says little)."

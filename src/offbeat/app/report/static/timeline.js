@@ -105,14 +105,33 @@ class Timeline {
     return lengths[Math.floor(lengths.length / 2)] || this.end;
   }
 
-  /* At first boxes are wide enough for their numbers, unless that would show too few batches. */
+  /* At first boxes are wide enough for their numbers, unless that would show too few batches. Where
+     a slow start would push every batch with its whole lag out of view, it is left out of it. */
   first() {
-    const typical = this.median(this.data.start.map((_, k) => k));
-    const forwards = (this.byLine[0] || []).filter((k) => this.data.kind[k] === "F");
-    const some = forwards[Math.min(FIRST_BATCHES, forwards.length) - 1];
-    const enough = some === undefined ? 0 : this.data.start[some] + this.data.length[some];
-    const span = Math.max((typical * this.plot) / FIRST_BOX, enough);
-    this.view(0, Math.min(this.end, span, (typical * this.plot) / NARROWEST_BOX));
+    const { data } = this;
+    const typical = this.median(data.start.map((_, k) => k));
+    const forwards = (this.byLine[0] || []).filter((k) => data.kind[k] === "F");
+    const end = (place) => {
+      const k = forwards[Math.min(place, forwards.length) - 1];
+      return k === undefined ? 0 : data.start[k] + data.length[k];
+    };
+    const fit = (enough) => Math.min(this.end,
+      Math.max((typical * this.plot) / FIRST_BOX, enough), (typical * this.plot) / NARROWEST_BOX);
+    const late = this.latest();
+    if (!late || data.start[late[0]] + 2 * typical < fit(end(FIRST_BATCHES))) {
+      this.view(0, fit(end(FIRST_BATCHES)));
+      return;
+    }
+    const from = data.start[late[0]];
+    const enough = end(forwards.indexOf(late[0]) + FIRST_BATCHES) - from;
+    this.view(from - 0.5 * typical, fit(enough));
+  }
+
+  /* The first line's forward and backward that are the first to be as late as any there. */
+  latest(from = 0) {
+    const pairs = this.pairs[0] || [];
+    const most = pairs.reduce((lag, [k]) => Math.max(lag, this.data.lag[k]), 0);
+    return pairs.find(([k]) => this.data.lag[k] === most && this.data.start[k] >= from);
   }
 
   view(from, span) {
@@ -221,9 +240,7 @@ class Timeline {
     if (chosen !== null) {
       return "FB".includes(data.kind[chosen]) ? [data.batch[chosen], data.replica[chosen]] : null;
     }
-    const pairs = this.pairs[0] || [];
-    const most = pairs.reduce((lag, [k]) => Math.max(lag, data.lag[k]), 0);
-    const first = pairs.find(([k]) => data.lag[k] === most && data.start[k] >= this.from);
+    const first = this.latest(this.from);
     return first && data.start[first[0]] <= this.from + this.span
       ? [data.batch[first[0]], data.replica[first[0]]] : null;
   }
