@@ -43,11 +43,11 @@ def test_a_page_says_in_one_sentence_what_was_run_and_what_came_out(tmp_path: Pa
 def test_a_page_has_every_part_under_a_heading(tmp_path: Path) -> None:
     seen = Seen(page([made_run(tmp_path / "a", replicas=2), made_run(tmp_path / "b")]))
     for heading in (
-        "Summary", "Comparison", "Curves", "Timeline", "Lag", "Memory", "Waiting",
-        "Configuration", "How to read this page",
+        "Verdict", "Comparison", "Curves", "Stages", "Timeline", "Lag", "Memory",
+        "Waiting and stragglers", "Configuration", "How to read this page",
     ):  # fmt: skip
         assert heading in seen.words
-    assert seen.tags.count("h1") == 1 and seen.tags.count("h2") == 9
+    assert seen.tags.count("h1") == 1 and seen.tags.count("h2") == 10
     assert seen.tags.count("table") == seen.tags.count("caption")
     assert ("name", "viewport") in seen.attributes and ("lang", "en") in seen.attributes
 
@@ -73,7 +73,11 @@ def test_gradients_are_shown_where_guards_saw_them(tmp_path: Path) -> None:
 def test_settings_that_differ_are_marked(tmp_path: Path) -> None:
     text = page([made_run(tmp_path / "a"), made_run(tmp_path / "b", config={"seed": 2})])
     assert '<b title="differs">seed</b>' in text
-    assert '<th scope="row">optimizer.lr</th><td>0.02</td><td>0.02</td>' in text
+    assert (
+        '<th scope="row"><b title="differs">seed</b></th><td><div>-</div><div>2</div></td>' in text
+    )
+    shared = text[text.index("settings that all runs share") :]
+    assert '<th scope="row">optimizer.lr</th><td>0.02</td>' in shared
 
 
 def test_settings_of_one_group_stand_together(tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_a_failed_run_says_so(tmp_path: Path) -> None:
 def test_everything_shown_is_escaped(tmp_path: Path) -> None:
     # A run given twice is labelled with its parent, here "</script>...": it ends a script's text.
     twice = made_run(tmp_path / "<" / "script><img src=x onerror=alert(2)>")
-    text = page([hostile_run(tmp_path), twice, twice])
+    text = page([hostile_run(tmp_path), changed(twice, CONFIG, lr=0.5), twice])
     seen = Seen(text)
     assert seen.tags.count("script") == 2, "the data and the page's own script"
     assert "img" not in seen.tags

@@ -21,7 +21,7 @@ Every file is whole: one that cannot be written leaves what was there, and says 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 from offbeat.errors import ConfigurationError, StorageError
 from offbeat.records import disk
 from offbeat.records.ledger import Ledger
-from offbeat.records.lock import Lock, this_process
+from offbeat.records.lock import Lock, holder, state_of, this_process
 from offbeat.records.readings import Readings
 
 CONFIG, METRICS, LEDGER = "config.json", "metrics.jsonl", "ledger.jsonl"
@@ -65,6 +65,16 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a process that lives writes there, as far as this machine can see."""
+        if self.summary:
+            return False
+        claim = holder(self.folder) or {}
+        with suppress(KeyError, TypeError):  # a lock that a hand has written
+            return any(state_of(process) == "lives" for process in claim.get("processes", ()))
+        return False
 
     def ledger(self) -> Ledger | None:
         """The last actions, if they were kept."""

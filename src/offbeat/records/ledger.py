@@ -249,8 +249,13 @@ class Ledger(Columns[Entry]):
         return Entry(**words | {"loss": math.nan if loss is None else float(loss)})
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The run as a trace: save it as JSON and open it in Perfetto or chrome://tracing."""
+        """The run as a trace: save it as JSON and open it in Perfetto or chrome://tracing.
+
+        An arrow leads from a micro-batch's forward to its backward at the same stage; both have its
+        lag among their arguments.
+        """
         zero = min((entry.start_s for entry in self), default=0.0)
+        lags = lags_of(self)
         events: list[dict[str, Any]] = []
         lines: set[tuple[int, int]] = set()
         for entry in self:
@@ -258,6 +263,10 @@ class Ledger(Columns[Entry]):
             line = entry.stage + (_AVERAGES if entry.kind == "A" else 0)
             lines.add((entry.replica, line))
             loss = {} if math.isnan(entry.loss) else {"loss": entry.loss}
+            late = lags.get((entry.replica, entry.stage, entry.batch))
+            if entry.kind in ("F", "B") and late is not None:
+                loss |= {"lag": late}
+                events.append(_end_of_arrow(entry, late, zero))
             events.append(
                 {
                     "name": f"{entry.kind}{entry.batch}",
@@ -353,6 +362,22 @@ class Ledger(Columns[Entry]):
             elif entry.kind == "M" and entry.batch in arrived:
                 waits[entry.batch] = max(0.0, arrived[entry.batch] - entry.start_s)
         return waits
+
+
+def _end_of_arrow(entry: Entry, lag: int, zero: float) -> dict[str, Any]:
+    """Where an arrow leaves a forward, or reaches a backward: in its middle, because a viewer looks
+    for the action around that moment."""
+    leaves, moment = entry.kind == "F", (entry.start_s + entry.end_s) / 2
+    updates = "update" if lag == 1 else "updates"
+    return {
+        "name": f"F{entry.batch} to B{entry.batch}: {lag} {updates} late",
+        "cat": "lag",
+        "ph": "s" if leaves else "f",
+        "id": f"{entry.replica}/{entry.stage}/{entry.batch}",
+        "ts": (moment - zero) * 1e6,
+        "pid": entry.replica,
+        "tid": entry.stage,
+    } | ({} if leaves else {"bp": "e"})
 
 
 def _refuse_odd(words: Any) -> None:

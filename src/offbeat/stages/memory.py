@@ -28,6 +28,10 @@ class StageMemory:
     """Activations in graphs, or stored inputs."""
     correction_bytes: int = 0
     """What corrections and monitors keep: earlier steps, weights that forwards have read."""
+    parameters: int = 0
+    """Numbers in its weights, of one version."""
+    layers: int = 0
+    """Modules with weights of their own."""
 
 
 class Storages:

@@ -268,4 +268,11 @@ class Stage:
             weight_bytes=storages.weight_bytes,
             in_flight_bytes=storages.other_bytes,
             correction_bytes=self.corrector.bytes,
+            parameters=sum(parameter.numel() for parameter in self.parameters),
+            layers=self._count_layers(),
         )
+
+    def _count_layers(self) -> int:
+        own = {id(parameter) for parameter in self.parameters}
+        lists = (module.parameters(recurse=False) for module in self.module.modules())
+        return sum(any(id(parameter) in own for parameter in each) for each in lists)

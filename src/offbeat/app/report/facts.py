@@ -101,6 +101,23 @@ class Facts:
         return count(self.config.get("replicas")) or 1
 
     @property
+    def in_turn(self) -> bool:
+        """Whether several stages took turns in one process: time says nothing of a pipe then."""
+        together = (self.stages or 1) * self.replicas > 1
+        return together and count(self.config.get("processes")) == 1 and not self._on_streams
+
+    @property
+    def _on_streams(self) -> bool:
+        return self.config.get("engine") == "streams"
+
+    @property
+    def machine(self) -> str:
+        """What must be equal where times are compared, as far as the run says."""
+        names = ("threads", "processes", "device", "engine")
+        system = mapping(self.config.get("versions")).get("system")
+        return json.dumps([system, *map(self.config.get, names)], default=str)
+
+    @property
     def lags(self) -> tuple[int, ...]:
         """Declared lag per stage, in updates."""
         lags = map(whole, listing(self.config.get("lags")))
@@ -128,10 +145,15 @@ class Facts:
 
     @property
     def status(self) -> str | None:
-        """finished, interrupted or failed; None for a run that was killed or still goes on."""
+        """finished, interrupted or failed; None for a run that was killed or is :attr:`running`."""
         ends = self._lines("end")
         status = self.summary.get("status") or (ends[-1].get("status") if ends else None)
         return None if status is None else str(status)
+
+    @cached_property
+    def running(self) -> bool:
+        """Whether it goes on, as far as this machine can see."""
+        return self.status is None and self.run.goes_on
 
     @property
     def accuracy(self) -> float | None:
@@ -186,6 +208,22 @@ class Facts:
         entries = [_numbers(mapping(entry)) for entry in listing(self.summary.get("memory"))]
         stages = self.stages or max(1, len(entries) // self.replicas)
         return tuple(AtStage(*divmod(place, stages), n) for place, n in enumerate(entries))
+
+    @cached_property
+    def sizes(self) -> list[tuple[float, float]]:
+        """Per stage its parameters and its layers; empty where the run does not say them."""
+        known = [entry.numbers for entry in self.memory if entry.replica == 0]
+        sizes = [(n.get("parameters", 0.0), n.get("layers", 0.0)) for n in known]
+        return sizes if sizes and all(layers for _, layers in sizes) else []
+
+    @property
+    def stale_share(self) -> float | None:
+        """Which share of all weights is in stages that lag."""
+        sizes, lags = self.sizes, self.lags
+        total = sum(parameters for parameters, _ in sizes)
+        if not total or len(lags) != len(sizes):
+            return None
+        return sum(n for (n, _), lag in zip(sizes, lags, strict=True) if lag) / total
 
     @cached_property
     def guarded(self) -> tuple[AtStage, ...]:

@@ -3,7 +3,7 @@
 import html
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from offbeat.app.report.facts import Facts
@@ -60,7 +60,7 @@ def table(
         "div",
         tag(
             "table",
-            tag("caption", caption),
+            tag("caption", tag("span", caption)),
             tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head))),
             tag("tbody", *lines),
             class_=class_ or None,
@@ -76,13 +76,41 @@ def note(text: str) -> Markup:
     return tag("p", text, class_="note")
 
 
-def per_run(facts: Sequence[Facts], part: Callable[[Facts], object]) -> Markup:
-    """A part of every run, under its name where there are several."""
-    blocks = []
-    for place, run in enumerate(facts):
-        heading = tag("h3", swatch(place), run.label) if len(facts) > 1 else None
-        blocks.append(tag("div", heading, part(run), class_="run"))
-    return join(blocks)
+def bar(share: float, kind: str = "") -> Markup:
+    width = f"width:{100 * min(1.0, max(0.0, share)):.1f}%"
+    return tag("span", tag("i", style=width, class_=kind or None), class_="bar")
+
+
+def fold(summary: object, *content: object, open_: bool = False) -> Markup:
+    """What is there for whoever asks."""
+    return tag("details", tag("summary", summary), *content, open=open_)
+
+
+def scale(
+    low: float,
+    high: float,
+    dots: Sequence[float],
+    bar: tuple[float, float] | None = None,
+    *,
+    mean: float | None = None,
+    line: float | None = None,
+    class_: str = "",
+) -> Markup:
+    """Values on a line from ``low`` to ``high``: dots, a bar beneath, a mark for their mean."""
+
+    def at(value: float) -> float:
+        return 100 * min(1.0, max(0.0, (value - low) / (high - low)))
+
+    marks = []
+    if bar is not None:
+        left, right = map(at, bar)
+        marks.append(tag("i", class_="span", style=f"left:{left:.1f}%;width:{right - left:.1f}%"))
+    if line is not None:
+        marks.append(tag("i", class_="zero", style=f"left:{at(line):.1f}%"))
+    marks += [tag("i", class_="seed", style=f"left:{at(value):.1f}%") for value in dots]
+    if mean is not None:
+        marks.append(tag("i", class_="mean", style=f"left:{at(mean):.1f}%"))
+    return tag("span", *marks, class_=f"scale {class_}".strip(), aria_hidden="true")
 
 
 def swatch(place: int) -> Markup:

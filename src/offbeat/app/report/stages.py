@@ -1,12 +1,14 @@
-"""What happened at each stage: lag, staleness, gradients, memory and waiting, as tables."""
+"""What each stage is and what happened there: size, lag, staleness, gradients, memory."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
 from offbeat.app.report import words
+from offbeat.app.report.cases import Case, per_case
 from offbeat.app.report.facts import AtStage, Facts
-from offbeat.app.report.markup import Markup, join, note, per_run, place, table, tag
+from offbeat.app.report.markup import Markup, bar, join, note, place, scale, table, tag
 from offbeat.records.readings import WHATS, What
 
 _HEADS: dict[What, str] = {
@@ -19,9 +21,57 @@ _MOST_LAGS = 16
 """Lines of a lag histogram; more lags are counted in ranges."""
 
 
-def lags(facts: Sequence[Facts]) -> Markup:
+def sizes(cases: Sequence[Case]) -> Markup:
+    text = "Stale are the weights of stages that lag: their gradients were computed at older ones."
+    kinds = (("weights", "weights that are new"), ("flight", "stale"))
+    key = tag("p", *(tag("span", tag("i", class_=f"box {k}"), w) for k, w in kinds), class_="key")
+    return join([note(text), key, per_case(cases, _sizes, _stale_words)])
+
+
+def _stale_words(run: Facts) -> str:
+    return "" if run.stale_share is None else f"{words.percent(run.stale_share)} of weights stale"
+
+
+def _sizes(run: Facts) -> Markup:
+    if not run.sizes:
+        return note("This run does not say how large its stages are: it goes on, or is older.")
+    total = sum(parameters for parameters, _ in run.sizes) or 1.0
+    body = []
+    for stage, (parameters, layers) in enumerate(run.sizes):
+        counts = run.lag_counts.get(stage, {})
+        late = sum(times for lag, times in counts.items() if lag) / (sum(counts.values()) or 1)
+        lag = run.lags[stage] if stage < len(run.lags) else None
+        share = bar(parameters / total, "flight" if lag else "")
+        text = words.MISSING if lag is None else words.percent(parameters / total if lag else 0.0)
+        measured = words.percent(late) if counts else words.MISSING
+        cells = (words.number(layers), words.number(parameters), words.percent(parameters / total))
+        body.append((f"stage {stage}", share, *cells, words.number(lag), text, measured))
+    if run.stale_share is not None:
+        layers = sum(layers for _, layers in run.sizes)
+        whole = (words.number(layers), words.number(total), words.percent(1.0), "")
+        body.append(("model", "", *whole, words.percent(run.stale_share), ""))
+    head = ("stage", "", "layers", "parameters", "of all", "lag", "stale weights", "late gradients")
+    return table("How large each stage is, and how much of it is stale", head, body, class_="bars")
+
+
+def lags(cases: Sequence[Case]) -> Markup:
     text = "Updates that a stage made between a micro-batch's forward and its gradient's use."
-    return join([note(text), per_run(facts, _histograms)])
+    return join([note(text), per_case(cases, _histograms, _lags_in_words)])
+
+
+def _lags_in_words(run: Facts) -> str:
+    return f"declared {words.listed(run.lags)}; {lag_verdict(run) or 'nothing was measured'}"
+
+
+def lag_verdict(run: Facts) -> str:
+    """Whether the measured lags are within the declared ones; empty where nobody can say."""
+    if not run.lag_counts or not run.lags or max(run.lag_counts) >= len(run.lags):
+        return ""
+    most = {stage: max(counts) for stage, counts in run.lag_counts.items()}
+    late = [stage for stage, lag in most.items() if lag > run.lags[stage]]
+    if not late:
+        return "every measured lag was within them"
+    return "; ".join(f"stage {k} was {most[k]} late, declared {run.lags[k]}" for k in late)
 
 
 def _histograms(run: Facts) -> Markup:
@@ -35,7 +85,7 @@ def _histogram(stage: int, counts: dict[int, int], declared: Sequence[int]) -> M
     bins = binned(counts, _MOST_LAGS)
     total = sum(counts.values())
     most = max(times for _, times in bins)
-    body = [(word, _bar(times / most), f"{times:,}") for word, times in bins]
+    body = [(word, bar(times / most), f"{times:,}") for word, times in bins]
     mean = sum(lag * times for lag, times in counts.items()) / total
     caption = f"Stage {stage}: mean {mean:.3g}"
     caption += f", declared {declared[stage]}" if stage < len(declared) else ""
@@ -60,12 +110,21 @@ def binned(counts: dict[int, int], most: int) -> list[tuple[str, int]]:
     return [(f"{start} to {start + width - 1}", times) for start, times in bins.items()]
 
 
-def _bar(share: float, kind: str = "") -> Markup:
-    width = f"width:{100 * min(1.0, max(0.0, share)):.1f}%"
-    return tag("span", tag("i", style=width, class_=kind or None), class_="bar")
+ZONES = ((0.1, "does little"), (1.0, "prediction helps"), (None, "near the limit"))
+"""Of a quadratic without noise: up to which staleness what is to be expected."""
+_SCALE = (-2.0, 2.0)
+"""Powers of ten at the ends of the gauge."""
 
 
-def staleness(facts: Sequence[Facts]) -> Markup:
+def zone_of(value: float) -> str:
+    """
+    >>> zone_of(0.05), zone_of(0.5), zone_of(7)
+    ('does little', 'prediction helps', 'near the limit')
+    """
+    return next(word for end, word in ZONES if end is None or value < end)
+
+
+def staleness(cases: Sequence[Case]) -> Markup:
     text = (
         "How stale a stage is: lr / (1 - momentum) x curvature x lag. On a quadratic without"
         " noise, staleness does little below 0.1, weight prediction helps up to 1, and beyond that"
@@ -73,26 +132,63 @@ def staleness(facts: Sequence[Facts]) -> Markup:
         " batches, whose noise counts as well: the number is easily several times too high. Compare"
         " stages and runs by it; what a run can take, its loss says."
     )
-    return join([note(text), per_run(facts, _readings)])
+    return join([note(text), per_case(cases, _readings, _stalest)])
+
+
+def stalest(run: Facts) -> tuple[str, float] | None:
+    """The place with the highest median staleness, and that median."""
+    values = {
+        place(run, replica, stage): median(of["staleness"])
+        for (replica, stage), of in _read(run).items()
+        if of.get("staleness")
+    }
+    return max(values.items(), key=lambda pair: pair[1]) if values else None
+
+
+def _stalest(run: Facts) -> str:
+    worst = stalest(run)
+    if worst is None:
+        return "" if run.readings else "no monitor"
+    where, value = worst
+    return f"{where} is the stalest, {words.number(value)}: {zone_of(value)}"
+
+
+def _read(run: Facts) -> dict[tuple[int, int], dict[str, list[float]]]:
+    values: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for reading in run.readings or ():
+        of_stage = values.setdefault((reading.replica, reading.stage), {})
+        if math.isfinite(reading.value):
+            of_stage.setdefault(reading.what, []).append(reading.value)
+    return values
 
 
 def _readings(run: Facts) -> Markup:
     if not run.readings:
         return note("This run had no monitor.")
-    values: dict[tuple[int, int], dict[str, list[float]]] = {}
-    for reading in run.readings:
-        of_stage = values.setdefault((reading.replica, reading.stage), {})
-        of_stage.setdefault(reading.what, []).append(reading.value)
+    values = _read(run)
     body = [
         (
             place(run, replica, stage),
+            _gauge(of.get("staleness", ())),
             *(words.number(median(of[what]) if what in of else None) for what in WHATS),
             words.number(max(of.get("staleness", ()), default=None)),
         )
         for (replica, stage), of in sorted(values.items())
     ]
-    head = ("stage", *(_HEADS.get(what, what) for what in WHATS), "staleness, largest")
-    return table("How stale, per stage", head, body, class_="numbers")
+    zones = tag("span", *(tag("i", word) for _, word in ZONES), class_="zones")
+    ends = tag("span", *(tag("i", f"{10.0**power:g}") for power in range(-2, 3)), class_="ticks")
+    gauge = join(["staleness, median to largest; log scale", zones, ends])
+    head = ("stage", gauge, *(_HEADS.get(what, what) for what in WHATS), "staleness, largest")
+    return table("How stale, per stage", head, body, class_="gauges")
+
+
+def _gauge(values: Sequence[float]) -> Markup | str:
+    """On a scale of powers of ten: a mark at the median, a bar from there to the largest."""
+    above = [value for value in values if value > 0]
+    if not above:
+        return "no lag, nothing to read"
+    middle, most = (math.log10(value) for value in (median(above), max(above)))
+    return scale(*_SCALE, [], (middle, most), mean=middle, class_="gauge")
 
 
 _SEEN_BY_GUARDS = {
@@ -107,13 +203,13 @@ _SEEN_BY_GUARDS = {
 }
 
 
-def gradients(facts: Sequence[Facts]) -> Markup:
+def gradients(cases: Sequence[Case]) -> Markup:
     text = (
         "The norm of all gradients of a stage together, before clipping, at every update. One that"
         " is not finite is applied, skipped or rolled back, as the run's guard was told to; the"
         " largest norm is that of the finite ones."
     )
-    return join([note(text), per_run(facts, _guarded)])
+    return join([note(text), per_case(cases, _guarded)])
 
 
 def _guarded(run: Facts) -> Markup:
@@ -139,10 +235,17 @@ _PARTS = {
 """Of the memory of a stage: how each is drawn, and its name."""
 
 
-def memory(facts: Sequence[Facts]) -> Markup:
+def memory(cases: Sequence[Case]) -> Markup:
     """Bars of all runs have one scale, so that they can be compared."""
-    most = max((_bytes(entry) for run in facts for entry in run.memory), default=0.0)
-    return per_run(facts, lambda run: _memory_table(run, most or 1.0))
+    runs = [run for case in cases for run in case.runs]
+    most = max((_bytes(entry) for run in runs for entry in run.memory), default=0.0)
+    return per_case(cases, lambda run: _memory_table(run, most or 1.0), _memory_in_words)
+
+
+def _memory_in_words(run: Facts) -> str:
+    if not run.memory:
+        return ""
+    return f"{words.size(sum(map(_bytes, run.memory)))} in all stages together"
 
 
 def _memory_table(run: Facts, most: float) -> Markup:
@@ -187,41 +290,3 @@ def _now_and_peak(entry: AtStage, now: Sequence[str], peak: str) -> str:
         return words.MISSING
     most = f" ({words.number(entry.numbers[peak])})" if peak in entry.numbers else ""
     return f"{words.number(sum(known))}{most}"
-
-
-def waiting(facts: Sequence[Facts]) -> Markup:
-    longest = max((_waited(wait) for run in facts for wait in run.waits), default=0.0)
-    return per_run(facts, lambda run: join([_busy(run), _waits(run, longest or 1.0)]))
-
-
-def _busy(run: Facts) -> Markup:
-    if not run.busy_share:
-        return note("No busy shares were recorded.")
-    body = [
-        (f"stage {stage}", _bar(share), words.percent(share))
-        for stage, share in enumerate(run.busy_share)
-    ]
-    return table("Part of the time each stage worked", ("stage", "", "busy"), body, class_="bars")
-
-
-def _waits(run: Facts, longest: float) -> Markup:
-    if not run.waits and run.replicas == 1:
-        return note("One replica: there are no averages to wait for.")
-    if not run.waits:
-        return note("No waits for averages were recorded.")
-    body = [
-        (
-            place(run, wait.replica, wait.stage),
-            _bar(_waited(wait) / longest, "wait"),
-            words.seconds(_waited(wait)),
-            words.seconds(wait.numbers.get("longest_s", 0.0)),
-            f"{wait.numbers.get('averages', 0):,.0f}",
-        )
-        for wait in run.waits
-    ]
-    head = ("stage", "", "in all", "longest", "averages")
-    return table("Standing still until an average arrived", head, body, class_="bars")
-
-
-def _waited(wait: AtStage) -> float:
-    return wait.numbers.get("total_s", 0.0)

@@ -3,18 +3,25 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from offbeat.app.report import words
+from offbeat.app.report.cases import MOST_OPEN, Case
+from offbeat.app.report.comparison import Comparison
 from offbeat.app.report.facts import Facts, listing, mapping
-from offbeat.app.report.markup import Markup, join, note, swatch, table, tag
+from offbeat.app.report.markup import Markup, fold, join, note, swatch, table, tag
+from offbeat.app.report.verdict import verdict
 
 
-def summary(facts: Sequence[Facts]) -> Markup:
-    return join(
-        tag("div", _sentence(run, place if len(facts) > 1 else None), _trouble(run), class_="run")
-        for place, run in enumerate(facts)
-    )
+def summary(cases: Sequence[Case], comparison: Comparison | None) -> Markup:
+    """The verdict, then every run in a sentence: folded where there are many."""
+    runs = [(case.place, run) for case in cases for run in case.runs]
+    if len(runs) == 1:
+        return join([_sentence(runs[0][1], None), verdict(cases, comparison)])
+    sentences = [tag("div", _sentence(run, place), class_="run") for place, run in runs]
+    every = fold("Every run in a sentence", *sentences, open_=len(runs) <= MOST_OPEN)
+    return join([verdict(cases, comparison), every])
 
 
 def _sentence(run: Facts, place: int | None) -> Markup:
@@ -37,7 +44,8 @@ def _set_up(run: Facts) -> str:
 
 
 def _outcome(run: Facts) -> str:
-    text = run.status or "no end was recorded: it was killed, or is still running"
+    unknown = "no end was recorded: it was killed, or is still running"
+    text = run.status or ("still running" if run.running else unknown)
     if run.steps:
         text += f" after {words.plural(run.steps, 'step')}"
         text += f" in {words.seconds(run.time_s)}" if run.time_s else ""
@@ -49,29 +57,50 @@ def _outcome(run: Facts) -> str:
     return f"{text}, {' and '.join(scores)}" if scores else f"{text}, no score was recorded"
 
 
-def _trouble(run: Facts) -> Markup | None:
-    if run.diverged_at is not None:
-        return note(f"The training loss was not a finite number at step {run.diverged_at}.")
-    if run.diverged:
-        return note("The test loss is not a finite number: training has diverged.")
-    return None
-
-
-def configuration_table(facts: Sequence[Facts]) -> Markup:
-    columns = [_settings(run) for run in facts]
-    groups = dict.fromkeys(_group(key) for column in columns for key in column)
-    every = dict.fromkeys(key for column in columns for key in column)
-    keys = sorted(every, key=lambda key: list(groups).index(_group(key)))
+def configuration_table(cases: Sequence[Case]) -> Markup:
+    """Of several runs first what differs, a column per configuration; the rest is folded."""
+    columns = [[_settings(run) for run in case.runs] for case in cases]
+    every = dict.fromkeys(key for runs in columns for run in runs for key in run)
+    groups = list(dict.fromkeys(map(_group, every)))
+    keys = sorted(every, key=lambda key: groups.index(_group(key)))
     if not keys:
         return note("The configuration is empty.")
-    body = []
-    for key in keys:
-        values = [column.get(key, words.MISSING) for column in columns]
-        differs = len(set(values)) > 1
-        body.append((tag("b", key, title="differs") if differs else key, *values))
-    head = ["setting", *(run.label for run in facts)] if len(facts) > 1 else ["setting", "value"]
-    several = "; settings in bold differ" if len(facts) > 1 else ""
-    return table(f"What was asked for{several}", head, body, class_="configuration")
+    unlike = {key: [_values(key, runs) for runs in columns] for key in keys}
+    one = len(cases) == len(columns[0]) == 1
+    unequal = [key for key in keys if len(set(chain(*unlike[key]))) > 1]
+    # These two are of a run alone, and tell no configuration from another.
+    differing = [] if one else [key for key in unequal if key not in ("command", "started")]
+    of_runs = [run for case in cases for run in case.runs]
+    commands = [
+        tag("div", tag("b", run.label), tag("pre", of["command"]))
+        for run, of in zip(of_runs, chain(*columns), strict=True)
+        if "command" in of and "command" in unequal
+    ]
+    alike = [(key, unlike[key][0][0]) for key in keys if one or key not in unequal]
+    shown = table("What was asked for", ("setting", "value"), alike, class_="configuration")
+    if one:
+        return shown
+    head = ("setting", *(join([swatch(case.place), case.label]) for case in cases))
+    body = [
+        (tag("b", key, title="differs"), *(_stacked(values) for values in unlike[key]))
+        for key in differing
+    ]
+    return join(
+        [
+            table("Settings that differ", head, body, class_="configuration") if body else None,
+            None if not commands else fold("The command of every run", *commands),
+            fold(f"{words.plural(len(alike), 'setting')} that all runs share", shown),
+        ]
+    )
+
+
+def _values(key: str, runs: Sequence[dict[str, str]]) -> list[str]:
+    """Of the runs of a configuration, each once."""
+    return list(dict.fromkeys(run.get(key, words.MISSING) for run in runs))
+
+
+def _stacked(values: Sequence[str]) -> object:
+    return values[0] if len(values) == 1 else join(tag("div", value) for value in values)
 
 
 def _settings(run: Facts) -> dict[str, str]:

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from offbeat.app.report import words
+from offbeat.app.report.cases import Case, per_case
 from offbeat.app.report.facts import Facts
-from offbeat.app.report.markup import Markup, join, note, per_run, tag
+from offbeat.app.report.markup import Markup, join, note, tag
 from offbeat.errors import ConfigurationError
 from offbeat.methods import Method, method_named
 from offbeat.records.ledger import Entry, Ledger, Place, lags_of
@@ -143,26 +145,37 @@ def planned(line: Timeline, unit: str = "") -> Drawing:
     return Drawing(entries[:MOST_ACTIONS], len(entries[MOST_ACTIONS:]), unit)
 
 
-def timelines(facts: Sequence[Facts], drawings: list[Drawing]) -> Markup:
+def timelines(cases: Sequence[Case], drawings: list[Drawing]) -> Markup:
     """Adds to ``drawings`` what the page's script draws, in the order of its figures."""
     hint = (
-        "Click or tap an action for its details; drag to move, pinch or use the buttons to"
-        " zoom. The wheel zooms once a timeline has been clicked."
+        "An arrow leads from a batch's forward to its backward at the same stage, and says how many"
+        " updates were made between. Click or tap an action for its details and its batch's arrows;"
+        " drag to move, pinch or use the buttons to zoom. The wheel zooms once a timeline has been"
+        " clicked."
     )
     kinds = (("F", "forward"), ("B", "backward"), ("U", "update"), ("A", "averages"))
     key = (tag("span", tag("i", class_=f"box {kind}"), word) for kind, word in kinds)
-    blocks = per_run(facts, lambda run: join([_measured(run, drawings), _planned(run, drawings)]))
-    return join([note(hint), tag("p", *key, class_="key"), blocks])
+
+    def both(run: Facts) -> Markup:
+        return join([_measured(run, drawings), _planned(run, drawings)])
+
+    return join([note(hint), tag("p", *key, class_="key"), per_case(cases, both, _rates)])
+
+
+def _rates(run: Facts) -> str:
+    return "" if run.step_s is None else f"{words.seconds(run.step_s)} a step"
 
 
 def _measured(run: Facts, drawings: list[Drawing]) -> Markup:
     if run.ledger is None:
         return note("No ledger was kept, or it cannot be read: there is no measured timeline.")
     drawing = measured(run.ledger)
-    words = f"{len(drawing.entries):,} actions"
+    told = f"{len(drawing.entries):,} actions"
     if drawing.left_out:
-        words = f"the last {words}; {drawing.left_out:,} earlier ones are in the trace only"
-    return _timeline("Measured", words, run, drawing, drawings)
+        told = f"the last {told}; {drawing.left_out:,} earlier ones are in the trace only"
+    if run.in_turn:
+        told += "; in one process stages take turns, so only one works at a time"
+    return _timeline("Measured", told, run, drawing, drawings)
 
 
 def _planned(run: Facts, drawings: list[Drawing]) -> Markup:
@@ -171,19 +184,19 @@ def _planned(run: Facts, drawings: list[Drawing]) -> Markup:
     except ConfigurationError as error:
         return note(f"The planned timeline is left out: {error}")
     line = own or equal
-    words = f"messages are free. Busy {line.busy_share:.0%}, ideal speed-up {line.speed_up:.2f}"
+    told = f"messages are free. Busy {line.busy_share:.0%}, ideal speed-up {line.speed_up:.2f}"
     if own is None:
-        words = f"with equal stages: a batch's forward takes 1, its backward 2; {words}"
+        told = f"with equal stages: a batch's forward takes 1, its backward 2; {told}"
     else:
-        words = f"with what this run's stages took, by the median; {words}"
-        words += f"; {equal.speed_up:.2f}, were all stages equal"
+        told = f"with what this run's stages took, by the median; {told}"
+        told += f"; {equal.speed_up:.2f}, were all stages equal"
     if run.config.get("hybrid"):  # one method after the other
-        words = f"of the first phase, {words}"
-    return _timeline("Planned", words, run, planned(line, "s" if own else ""), drawings)
+        told = f"of the first phase, {told}"
+    return _timeline("Planned", told, run, planned(line, "s" if own else ""), drawings)
 
 
 def _timeline(
-    kind: str, words: str, run: Facts, drawing: Drawing, drawings: list[Drawing]
+    kind: str, told: str, run: Facts, drawing: Drawing, drawings: list[Drawing]
 ) -> Markup:
     drawings.append(drawing)
     buttons = [
@@ -201,7 +214,7 @@ def _timeline(
     canvas = tag("canvas", tabindex="0", role="application", aria_label=hint)
     return tag(
         "figure",
-        tag("figcaption", kind, tag("span", f" {words}", class_="note")),
+        tag("figcaption", kind, tag("span", f" {told}", class_="note")),
         tag("div", *buttons, tag("span", class_="range"), class_="controls"),
         canvas,
         tag("div", "No action chosen yet.", class_="details", role="status"),

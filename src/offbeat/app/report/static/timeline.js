@@ -5,6 +5,8 @@ const NAMES = {
   S: "start of an average", A: "average under way", M: "merge of an average",
 };
 const AXIS = 22;
+/* Below the boxes of a line, where arrows say how late a gradient is. */
+const LANE = 18;
 const NARROW_UPDATE = 3;
 const NARROW_BOX = 0.7;
 /* Of the typical box, so that what is drawn too wide never covers the others. */
@@ -37,9 +39,24 @@ class Timeline {
     data.line.forEach((line, k) => this.byLine[line].push(k));
     for (const line of this.byLine) line.sort((a, b) => data.start[a] - data.start[b]);
     this.typical = this.byLine.map((line) => this.median(line));
-    this.lineHeight = data.lines.length <= 12 ? 26 : data.lines.length <= 32 ? 18 : 12;
+    this.boxHeight = data.lines.length <= 12 ? 26 : data.lines.length <= 32 ? 18 : 12;
+    this.lane = data.lines.length <= 12 ? LANE : 0;
+    this.lineHeight = this.boxHeight + this.lane;
+    this.pairs = this.pairUp();
     this.canvas.style.height = `${AXIS + data.lines.length * this.lineHeight + 4}px`;
     this.listen(figure);
+  }
+
+  /* Per line: forwards whose backward is known, each with it, in order. */
+  pairUp() {
+    const { data } = this;
+    return this.byLine.map((line) => {
+      const backwards = new Map();
+      for (const k of line) if (data.kind[k] === "B") backwards.set(data.batch[k], k);
+      return line
+        .filter((k) => data.kind[k] === "F" && data.lag[k] !== null && backwards.has(data.batch[k]))
+        .map((k) => [k, backwards.get(data.batch[k])]);
+    });
   }
 
   listen(figure) {
@@ -88,14 +105,33 @@ class Timeline {
     return lengths[Math.floor(lengths.length / 2)] || this.end;
   }
 
-  /* At first boxes are wide enough for their numbers, unless that would show too few batches. */
+  /* At first boxes are wide enough for their numbers, unless that would show too few batches. Where
+     a slow start would push every batch with its whole lag out of view, it is left out of it. */
   first() {
-    const typical = this.median(this.data.start.map((_, k) => k));
-    const forwards = (this.byLine[0] || []).filter((k) => this.data.kind[k] === "F");
-    const some = forwards[Math.min(FIRST_BATCHES, forwards.length) - 1];
-    const enough = some === undefined ? 0 : this.data.start[some] + this.data.length[some];
-    const span = Math.max((typical * this.plot) / FIRST_BOX, enough);
-    this.view(0, Math.min(this.end, span, (typical * this.plot) / NARROWEST_BOX));
+    const { data } = this;
+    const typical = this.median(data.start.map((_, k) => k));
+    const forwards = (this.byLine[0] || []).filter((k) => data.kind[k] === "F");
+    const end = (place) => {
+      const k = forwards[Math.min(place, forwards.length) - 1];
+      return k === undefined ? 0 : data.start[k] + data.length[k];
+    };
+    const fit = (enough) => Math.min(this.end,
+      Math.max((typical * this.plot) / FIRST_BOX, enough), (typical * this.plot) / NARROWEST_BOX);
+    const late = this.latest();
+    if (!late || data.start[late[0]] + 2 * typical < fit(end(FIRST_BATCHES))) {
+      this.view(0, fit(end(FIRST_BATCHES)));
+      return;
+    }
+    const from = data.start[late[0]];
+    const enough = end(forwards.indexOf(late[0]) + FIRST_BATCHES) - from;
+    this.view(from - 0.5 * typical, fit(enough));
+  }
+
+  /* The first line's forward and backward that are the first to be as late as any there. */
+  latest(from = 0) {
+    const pairs = this.pairs[0] || [];
+    const most = pairs.reduce((lag, [k]) => Math.max(lag, this.data.lag[k]), 0);
+    return pairs.find(([k]) => this.data.lag[k] === most && this.data.start[k] >= from);
   }
 
   view(from, span) {
@@ -128,6 +164,7 @@ class Timeline {
     this.pen.clearRect(0, 0, this.width, this.height);
     this.drawAxis();
     this.byLine.forEach((line, place) => this.drawLine(line, place));
+    if (this.lane) this.drawArrows();
     const words = (value) => time(value, this.data.unit);
     const whole = this.span >= this.end;
     this.range.textContent = whole
@@ -157,7 +194,7 @@ class Timeline {
     pen.fillStyle = colours.ink;
     pen.textAlign = "left";
     pen.textBaseline = "middle";
-    pen.fillText(data.lines[place], 0, top + this.lineHeight / 2);
+    pen.fillText(data.lines[place], 0, top + this.boxHeight / 2);
     pen.save();
     pen.beginPath();
     pen.rect(this.gutter, 0, this.plot + 4, this.height);
@@ -176,24 +213,87 @@ class Timeline {
     const { pen, colours, data } = this;
     const kind = data.kind[k];
     const [left, right] = this.edges(k);
-    const inset = kind === "A" ? this.lineHeight * 0.3 : 2;
-    const height = this.lineHeight - 2 * inset;
+    const inset = kind === "A" ? this.boxHeight * 0.3 : 2;
+    const height = this.boxHeight - 2 * inset;
     pen.globalAlpha = this.dimmed(k) ? 0.3 : 1;
     pen.fillStyle = colours["FBU".includes(kind) ? kind : "A"];
     const gap = right - left > 4 && kind !== "U" ? 1 : 0;
     pen.fillRect(left, top + inset, right - left - gap, height);
     pen.fillStyle = colours["in-box"];
     const room = right - left - 4;
-    const texts = this.lineHeight > 14 && "FB".includes(kind)
+    const texts = this.boxHeight > 14 && "FB".includes(kind)
       ? [`${kind}${data.batch[k]}`, String(data.batch[k])] : [];
     const text = texts.find((t) => pen.measureText(t).width <= room);
-    if (text) pen.fillText(text, (left + right - gap) / 2, top + this.lineHeight / 2 + 0.5);
+    if (text) pen.fillText(text, (left + right - gap) / 2, top + this.boxHeight / 2 + 0.5);
     pen.globalAlpha = 1;
     if (k === this.chosen) {
       pen.strokeStyle = colours.ink;
       pen.lineWidth = 2;
       pen.strokeRect(left, top + inset, Math.max(2, right - left - gap), height);
     }
+  }
+
+  /* One batch, so that arrows never cross: the chosen one, or the first with its line's whole lag
+     that has its forward in view. */
+  shownBatch() {
+    const { data, chosen } = this;
+    if (chosen !== null) {
+      return "FB".includes(data.kind[chosen]) ? [data.batch[chosen], data.replica[chosen]] : null;
+    }
+    const first = this.latest(this.from);
+    return first && data.start[first[0]] <= this.from + this.span
+      ? [data.batch[first[0]], data.replica[first[0]]] : null;
+  }
+
+  drawArrows() {
+    const shown = this.shownBatch();
+    if (!shown) return;
+    const { data, pen } = this;
+    pen.save();
+    pen.beginPath();
+    pen.rect(this.gutter, 0, this.plot + 4, this.height);
+    pen.clip();
+    this.pairs.forEach((pairs, place) => {
+      const pair = pairs.find(([k]) => data.batch[k] === shown[0] && data.replica[k] === shown[1]);
+      if (pair) this.drawArrow(...pair, AXIS + place * this.lineHeight + this.boxHeight - 2);
+    });
+    pen.restore();
+  }
+
+  drawArrow(forward, backward, top) {
+    const { pen, data, colours } = this;
+    const middle = (k) => this.edges(k).reduce((a, b) => a + b) / 2;
+    const [from, to, y] = [middle(forward), middle(backward), top + LANE / 2];
+    const [left, right] = [Math.max(from, this.gutter), Math.min(to, this.gutter + this.plot)];
+    if (right <= left) return;
+    const name = `F${data.batch[forward]} to B${data.batch[backward]}`;
+    const lag = data.lag[forward];
+    const late = lag === 0 ? "on time" : `${lag} ${lag === 1 ? "update" : "updates"} late`;
+    pen.font = "11px system-ui, sans-serif";
+    const text = [`${name}: ${late}`, late].find((t) => pen.measureText(t).width + 16 < right - left);
+    const half = text ? pen.measureText(text).width / 2 + 4 : 0;
+    const centre = (left + right) / 2;
+    pen.strokeStyle = pen.fillStyle = colours.ink;
+    pen.lineWidth = 1.2;
+    pen.beginPath();
+    pen.moveTo(from, top);
+    pen.lineTo(from, y);
+    pen.lineTo(text ? centre - half : to, y);
+    if (text) pen.moveTo(centre + half, y);
+    pen.lineTo(to, y);
+    pen.lineTo(to, top + 3);
+    pen.stroke();
+    pen.beginPath();
+    pen.moveTo(to, top);
+    pen.lineTo(to - 3.5, top + 6);
+    pen.lineTo(to + 3.5, top + 6);
+    pen.fill();
+    if (text) {
+      pen.textAlign = "center";
+      pen.textBaseline = "middle";
+      pen.fillText(text, centre, y + 0.5);
+    }
+    pen.font = "12px system-ui, sans-serif";
   }
 
   /* With an action chosen, its micro-batch stands out on its way through all stages. */
