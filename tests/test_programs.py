@@ -119,7 +119,8 @@ def late(program: Program, trainer: offbeat.Trainer) -> dict[str, Any]:
         if number == 0:
             keys.attach(model)
         for what in program.happens(number):
-            change(model, *what)
+            if what[0] != "kept":  # it runs forwards again outside of functional_call()
+                change(model, *what)
 
     def apply(model: nn.Module, x: Any) -> Any:
         # Under "recompute" a micro-batch runs twice.
