@@ -196,9 +196,12 @@ class Hidden(Model):
         return hidden + self.kept[0].linear(early.new_ones(8))  # type: ignore
 
 
-def test_a_weight_of_another_stage_that_is_used_in_disguise_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="computes something else than in one piece"):
-        trained(Hidden(), batches_of(5))
+def test_a_weight_of_another_stage_that_is_used_in_disguise_is_trained() -> None:
+    """Cut at its blocks it computes something else than in one piece, so it is recorded."""
+    batches = batches_of(5, 5, 5)
+    trainer = trained(Hidden(), batches)
+    assert trainer.cuts == ("blocks.1", "blocks.3")
+    assert_same_bits(trainer.state_dict(), plain(Hidden(), batches))
 
 
 class Counts(Model):
