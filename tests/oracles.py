@@ -20,7 +20,9 @@ every batch was applied exactly once. Every parameter trains; there is no random
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -356,6 +358,7 @@ class _Slices:
     ) -> None:
         self.model = copy.deepcopy(model)
         self.stages = [[(name, self.model.get_parameter(name)) for name in s] for s in stages]
+        self.names = [name for own in self.stages for name, _ in own]
         self._optimizers = [optimizer([p for _, p in own]) if own else None for own in self.stages]
         self.versions: list[list[list[Tensor]]] = [[] for _ in stages]
         self._remember()
@@ -418,17 +421,138 @@ def whole(
     before the backward: what autograd saved of a weight is that weight's memory, so products with
     weights see the newest, while activations stay as they were.
     """
-    slices = _Slices(model, stages, optimizer)
-    for i, (x, y) in enumerate(batches):
-        weights = slices.leaves([max(0, i - lag) for lag in lags])
-        error = loss(slices.forward(weights, apply, x), y)
-        if rule == "current":
-            for values, versions in zip(weights, slices.versions, strict=True):
-                for leaf, newest in zip(values, versions[i], strict=True):
-                    leaf.data.copy_(newest)  # autograd's own version check does not see .data
-        error.backward()
-        slices.update(weights)
+    groups = [[(x, y, 1.0)] for x, y in batches]
+
+    def read(stage: int, i: int) -> int:
+        return max(0, i - lags[stage])
+
+    return whole_in_parts(rule, model, stages, groups, loss, optimizer, read, apply)
+
+
+Group = Sequence[tuple[object, object, float]]
+"""The micro-batches of a batch: inputs, targets, factor of the loss."""
+
+
+def whole_in_parts(
+    rule: str,
+    model: nn.Module,
+    stages: Sequence[Sequence[str]],
+    groups: Sequence[Group],
+    loss: Callable[..., Tensor],
+    optimizer: MakeOptimizer,
+    read: Callable[[int, int], int],
+    apply: Apply,
+    *,
+    before: Callable[[nn.Module, int], object] = lambda model, number: None,
+    penalty: Callable[..., Tensor] | None = None,
+    starts: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: (),
+) -> nn.Module:
+    """:func:`whole` with an update per group, and ``recompute``.
+
+    ``read(k, i)`` is the version that micro-batch i reads at stage k; ``before(model, number)`` is
+    what a script does before a batch. Under ``recompute``, ``starts`` are the modules at which the
+    stages after the first begin; the model runs a second time, at the newest weights, and there
+    every module of those stages that is called with something from outside its stage is called
+    with the values of the first time.
+    """
+    slices, i = _Slices(model, stages, optimizer), 0
+    for number, group in enumerate(groups):
+        before(slices.model, number)
+        totals = slices.leaves([-1] * len(stages))
+        for part, (x, y, share) in enumerate(group):
+            weights = slices.leaves([read(k, i) for k in range(len(stages))])
+            newest = slices.leaves([number] * len(stages))
+            if rule == "recompute":
+                inputs = _Inputs(slices.model, starts(slices.model))
+                with inputs.noted(), torch.no_grad():  # matmul folds shapes where a graph is kept
+                    slices.forward(weights, apply, x)
+                weights = newest
+                with inputs.given():
+                    error = loss(slices.forward(weights, apply, x), y)
+            else:
+                error = loss(slices.forward(weights, apply, x), y)
+            error = _scaled(error, share)
+            if penalty is not None and part == 0:
+                named = zip(slices.names, itertools.chain(*weights), strict=True)
+                error = error + penalty(list(named))
+            if rule == "current":
+                for leaf, now in zip(
+                    itertools.chain(*weights), itertools.chain(*newest), strict=True
+                ):
+                    leaf.data.copy_(now.data)  # autograd's own check does not see .data
+            error.backward()
+            for total, leaf in zip(
+                itertools.chain(*totals), itertools.chain(*weights), strict=True
+            ):
+                if leaf.grad is not None:
+                    total.grad = leaf.grad if total.grad is None else total.grad + leaf.grad
+            i += 1
+        slices.update(totals)
     return slices.model
+
+
+class _Same(torch.autograd.Function):
+    """The value of the one, the gradient of the other."""
+
+    @staticmethod
+    def forward(ctx: object, ours: Tensor, theirs: Tensor) -> Tensor:
+        return theirs.clone()
+
+    @staticmethod
+    def backward(ctx: object, *errors: Tensor) -> tuple[Tensor | None, ...]:
+        return errors[0], None
+
+
+class _Inputs:
+    """What the modules from the second stage on are called with, and the buffers of before."""
+
+    def __init__(self, model: nn.Module, starts: Sequence[nn.Module]) -> None:
+        kind = type(starts[0])
+        blocks = [module for module in model.modules() if type(module) is kind]
+        self._model, self._starts = model, starts
+        self._blocks = blocks[blocks.index(starts[0]) :]
+        self._values: list[object] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        state = {n: b.clone() for n, b in self._model.named_buffers()}
+        with self._hooked(lambda value, here: self._values.append(value.detach().clone()) or value):
+            yield
+        for name, buffer in self._model.named_buffers():
+            buffer.data.copy_(state[name])
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        values = iter(self._values)
+
+        def give(value: Tensor, outside: bool) -> Tensor:
+            theirs = next(values)
+            if not outside:
+                return value
+            return _Same.apply(value, theirs) if value.requires_grad else theirs
+
+        with self._hooked(give):
+            yield
+
+    @contextmanager
+    def _hooked(self, visit: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
+        def called(module: nn.Module, arguments: tuple[object, ...], settings: dict[str, object]):
+            first = any(module is start for start in self._starts)
+            arguments = tuple(
+                visit(a, first or number > 0) if isinstance(a, Tensor) else a
+                for number, a in enumerate(arguments)
+            )
+            settings = {
+                n: visit(a, True) if isinstance(a, Tensor) else a for n, a in settings.items()
+            }
+            return arguments, settings
+
+        hooks = [b.register_forward_pre_hook(called, with_kwargs=True) for b in self._blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def level_of_staleness(stages: int, accumulate: int) -> list[list[int]]:

@@ -196,10 +196,12 @@ class Hidden(Model):
         return hidden + self.kept[0].linear(early.new_ones(8))  # type: ignore
 
 
-def test_a_weight_of_another_stage_that_is_used_in_disguise_is_recorded() -> None:
-    """Between blocks the comparison with the whole refuses it; a record of the forward sees it."""
-    batches = batches_of(5, 5, 3)
-    assert_same_bits(trained(Hidden(), batches).state_dict(), plain(Hidden(), batches))
+def test_a_weight_of_another_stage_that_is_used_in_disguise_is_trained() -> None:
+    """Cut at its blocks it computes something else than in one piece, so it is recorded."""
+    batches = batches_of(5, 5, 5)
+    trainer = trained(Hidden(), batches)
+    assert trainer.cuts == ("blocks.1", "blocks.3")
+    assert_same_bits(trainer.state_dict(), plain(Hidden(), batches))
 
 
 class Counts(Model):

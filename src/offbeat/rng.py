@@ -9,6 +9,7 @@ a script may draw from them, too.
 """
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from ctypes import string_at
@@ -68,8 +69,7 @@ def host_replayed(drawn: "HostState | None") -> Iterator[None]:
         yield
         return
     with _host_left_alone():
-        random.setstate(drawn.python)
-        np.random.set_state(drawn.whole)
+        drawn.replay()
         yield
 
 
@@ -96,7 +96,9 @@ def _lent() -> Any:
 class HostState(NamedTuple):
     """Where Python's and NumPy's global generators stand."""
 
-    python: tuple[Any, ...]
+    python: bytes
+    gauss: float | None
+    """The number that Python's generator has drawn ahead, if it has."""
     numpy: bytes
     whole: Any = None
     """NumPy's own answer, which takes 50 times as long."""
@@ -108,14 +110,48 @@ class HostState(NamedTuple):
         usual = isinstance(generator, np.random.MT19937)
         numpy = string_at((generator if usual else _lent()).ctypes.state_address, _NUMPY_BYTES)
         answer = np.random.get_state(legacy=False) if whole and usual else None
-        return cls(random.getstate(), numpy, answer)
+        return cls(_python_state(), _PYTHON.gauss_next, numpy, answer)
 
     @property
     def moved(self) -> bool:
         """Whether somebody has drawn since."""
-        (_, then, gauss), ((_, now, other), numpy, _) = self.python, HostState.now()
-        # The place in the block of numbers drawn ahead, and whether it is the same block.
-        return (then[-1], then[0], gauss, self.numpy) != (now[-1], now[0], other, numpy)
+        return self[:3] != HostState.now()[:3]
+
+    def replay(self) -> None:
+        """Puts both generators back."""
+        place, *words = np.frombuffer(self.python, np.uint32).tolist()
+        random.setstate((_PYTHON.VERSION, (*words, place), self.gauss))
+        np.random.set_state(self.whole)
+
+
+_PYTHON: Any = cast(Any, random.getstate).__self__
+"""Python's global generator."""
+
+
+def _python_state() -> bytes:
+    """Its place in the block of 624 numbers drawn ahead, and the block.
+
+    It is asked around every forward, and ``getstate()`` makes 624 numbers of the block first, so it
+    is read where it lies.
+    """
+    place = _place_of_block()
+    if place is not None:
+        return string_at(id(_PYTHON) + place, _NUMPY_BYTES)
+    return _python_answer()
+
+
+def _python_answer() -> bytes:
+    _, (*words, place), _ = _PYTHON.getstate()
+    return np.array([place, *words], np.uint32).tobytes()
+
+
+@cache
+def _place_of_block() -> int | None:
+    """Where it lies in the object; None where that is not known."""
+    if sys.implementation.name != "cpython":
+        return None
+    found = string_at(id(_PYTHON), type(_PYTHON).__basicsize__).find(_python_answer())
+    return None if found < 0 else found
 
 
 _NUMPY_BYTES = 625 * 4

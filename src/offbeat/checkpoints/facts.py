@@ -51,6 +51,12 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
+def _other_cuts(pipeline: Pipeline) -> list[list[Any]]:
+    """Where this model may turn out to be cut instead, once there is a batch."""
+    other = pipeline.cut.otherwise() if pipeline.cut.needs_batch else None
+    return [] if other is None or other.places is None else [list(other.places)]
+
+
 def describe_model(model: nn.Module) -> dict[str, str]:
     """Names, types and shapes of the model's weights and buffers."""
     return {
@@ -116,8 +122,8 @@ def compare_facts(path: Path, manifest: Manifest, pipeline: Pipeline) -> None:
         )
     for name, value in facts_of(pipeline).items():
         stored = manifest.get(name, _MISSING)
-        if name == "cuts" and value is None:
-            continue  # decided by the stored first batch
+        if name == "cuts" and (value is None or stored in _other_cuts(pipeline)):
+            continue  # decided by the stored first batch, and compared behind it
         if stored is _MISSING:
             raise ConfigurationError(
                 f"{path} does not say what {name} it was saved with: an older version of offbeat"

@@ -7,13 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.engines.feed import check_devices, pairs_of
 from offbeat.engines.shares import counts_of, refuse_nothing, rows_of
 from offbeat.errors import BatchError
 from offbeat.nest import Nest
+from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.network import Loss, precision
 from offbeat.stages.trial import call, keep_modes
 
@@ -93,7 +94,11 @@ def evaluate(
         torch.no_grad(),
     ):
         model.eval()
-        states = pipeline.replicas.states(first=first)
+        # A forward may write into buffers, in evaluation too: into these, not into the model's.
+        states = {
+            stage: {n: v if isinstance(v, nn.Parameter) else v.clone() for n, v in state.items()}
+            for stage, state in pipeline.replicas.states(first=first).items()
+        }
         shown = engine.shown_workers()
         for number, (x, y) in enumerate(pairs_of(loader, "evaluate")):
             check_devices(nest.tensors([x, y]), setup.device)
@@ -104,7 +109,7 @@ def evaluate(
             for worker in shown:
                 end = worker.predict(number, (x, count), states[worker.stage.index])
             if not shown:  # nothing is cut before the first batch has been weighed
-                with context():
+                with context(), WrittenBuffers([model]).restored():
                     end = call(model, x), count
             if end is not None:
                 score.add(end[0], y, end[1])

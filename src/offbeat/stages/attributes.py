@@ -52,6 +52,8 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
+        if self.part in HOOKS:
+            return f"a hook of {self.path.rpartition('.')[0] or 'the model'}"
         return ".".join(p for p in (*self.path.split("."), str(self.name)) if p and p[0] != "_")
 
     @property
@@ -177,8 +179,10 @@ def _are_same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, tuple):
+    if isinstance(one, (tuple, list)):  # torch.export puts copies in the place of lists and dicts
         return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_same(one[n], other[n]) for n in one)
     return isinstance(one, _PLAIN) and one == other
 
 

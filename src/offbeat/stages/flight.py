@@ -35,6 +35,8 @@ class Work:
     """Weights its forward read, where the next update writes over those it saw."""
     hides: bool = False
     """Whether its backward may ask for any weight: then ``copies`` has all."""
+    outdated: str | None = None
+    """What a script has changed of the model since its graph was built, if anything."""
     leaves: Nest = None
     """The graph's input, as leaves of it: ``inputs`` in their nest."""
     inputs: list[Tensor] = field(default_factory=list)

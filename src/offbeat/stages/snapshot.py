@@ -54,6 +54,14 @@ State = dict[str, Any]
 def take(stage: "Stage") -> StageState:
     """All that later steps depend on. What the next one overwrites is copied, the rest shared."""
     memory = _Memory(stage)
+    outdated = next((w.outdated for w in stage.flights.works() if w.outdated is not None), None)
+    if outdated is not None:
+        raise CheckpointError(
+            f"stage {stage.index}: {outdated} was changed while a batch was in flight, whose graph"
+            " has the old value built in and would be put back with the new one. Save before the"
+            " change, a few steps later, or with drain=True; a value that changes often can be"
+            " stored as a buffer."
+        )
     if not stage.habits.rebuildable and any(work.outputs for work in stage.flights.works()):
         _refuse_hidden_state(stage, memory)
         stage.habits.rebuildable = True

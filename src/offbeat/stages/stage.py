@@ -93,6 +93,9 @@ class Stage:
 
     def look_again(self, changes: Sequence[Change]) -> None:
         """Forgets what it has learnt of modules that a script has changed."""
+        for work in self.flights.works():
+            if work.outputs and work.outdated is None:
+                work.outdated = str(changes[0])
         self.network.look_again(changes)
         self.runner.look_again()
 
