@@ -1,8 +1,9 @@
 """The trainer: the one object a user drives."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -260,6 +261,12 @@ class Trainer(Status):
         """
         with self._verb("predict()"):
             return evaluation.predict(self._pipeline, loader, first=_is_one(of))
+
+    @contextmanager
+    def predictor(self) -> Iterator[Callable[[Nest], Nest]]:
+        """Within, ``predict(x)`` gives one output; all processes call alike, and nothing trains."""
+        with self._verb("predictor()"), evaluation.passes(self._pipeline) as over:
+            yield partial(evaluation.predict_one, over)
 
     def probe(self, x: Nest, y: Nest = None) -> dict[int, float]:
         """Per stage, the cosine of this batch's gradient at the stale and at the newest weights.
