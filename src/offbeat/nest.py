@@ -6,7 +6,7 @@ Messages and checkpoints write a nest in the same words, which JSON can hold: ``
 
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -22,6 +22,13 @@ class Bundle(NamedTuple):
 
     given: Nest
     ties: dict[str, Tensor]
+
+
+class Parts(tuple[Any, ...]):
+    """A batch that comes in its parts, which may be of different sizes and need no splitting.
+
+    For several replicas of one process: one of these for each of them.
+    """
 
 
 _KNOWN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -68,8 +75,33 @@ def copied(nest: Nest) -> Nest:
     return replace(nest, lambda tensor: tensor.clone())
 
 
+def plain(nest: Nest) -> Nest:
+    """The same nest with dicts in the place of mappings that are none, such as a BatchEncoding."""
+    if isinstance(nest, Mapping):
+        values = {key: plain(part) for key, part in nest.items()}
+        same = isinstance(nest, dict) and all(values[key] is nest[key] for key in values)
+        return nest if same else values
+    if type(nest) in (tuple, list):
+        values = [plain(part) for part in nest]
+        same = all(one is other for one, other in zip(values, nest, strict=True))
+        return nest if same else type(nest)(values)
+    return nest
+
+
+def rid_of_kinds(nest: Nest) -> Nest:
+    """The same nest in tuples, lists and dicts alone, as another process would receive it."""
+    if isinstance(nest, Mapping):
+        return {key: rid_of_kinds(part) for key, part in nest.items()}
+    if isinstance(nest, tuple | list):
+        kind = tuple if isinstance(nest, tuple) else list
+        return kind(rid_of_kinds(part) for part in nest)
+    return nest
+
+
 def split(nest: Nest, parts: int) -> list[Nest]:
     """A nest per micro-batch: every tensor cut along its rows as ``tensor_split`` does."""
+    if isinstance(nest, Parts):
+        return list(nest)
     if parts == 1:
         return [nest]
     pieces = {id(tensor): tensor.tensor_split(parts) for tensor in tensors(nest)}

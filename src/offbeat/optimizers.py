@@ -1,5 +1,6 @@
 """One optimizer, or several, per stage, and the schedulers that count its updates."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.methods.auto import OptimizerKind
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+OptimizerFactory = Callable[[list[Any]], Optimizer | Sequence[Optimizer]]
+"""Of parameters; or of pairs (name, parameter), if it calls its argument ``named``."""
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+def wants_names(factory: OptimizerFactory) -> bool:
+    """Whether it is to be called with pairs, for groups that go by name."""
+    try:
+        arguments = [*inspect.signature(factory).parameters]
+    except (TypeError, ValueError):  # such as a class of C
+        return False
+    return arguments[:1] == ["named"]
 
 
 class Muon(torch.optim.Muon):
@@ -47,13 +58,17 @@ class Muon(torch.optim.Muon):
         return None
 
 
-def kind_of(optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> OptimizerKind:
+def kind_of(
+    optimizer: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]
+) -> OptimizerKind:
     """What a user's factory makes, found out with all parameters of a model, or with others."""
     # Muon takes matrices alone, and what it is combined with wants something, too.
-    stand_ins = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,))]
-    for given in (parameters, stand_ins, stand_ins[:1]):
+    shapes = {"weight": (2, 2), "bias": (2,)}
+    stand_ins = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
+    by_name = wants_names(optimizer)
+    for given in (named, stand_ins, stand_ins[:1]):
         try:
-            result = optimizer(list(given))
+            result = optimizer([pair if by_name else pair[1] for pair in given])
         except Exception:  # it is made for a stage, or is no function: said elsewhere
             continue
         return _kind_of_all(list(result) if isinstance(result, Sequence) else [result])

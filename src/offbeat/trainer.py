@@ -1,23 +1,25 @@
 """The trainer: the one object a user drives."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from offbeat import nest
 from offbeat.averaging import Averaging
 from offbeat.averaging.sharding import Sampler
 from offbeat.checkpoints import Archive, Resumed
 from offbeat.corrections import Correction, Monitor
 from offbeat.cutting.cut import Cuts, Model
-from offbeat.cutting.ways import plan_cut
 from offbeat.elastic.handover import CatchingUp, let_in
-from offbeat.engines import checks, evaluation, feed, probe
+from offbeat.engines import checks, evaluation, feed, guests, probe
 from offbeat.engines.choice import EngineName, start_engine
-from offbeat.engines.evaluation import Evaluation
+from offbeat.engines.evaluation import Evaluation, Metric
 from offbeat.engines.machines import Machines
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
@@ -57,9 +59,11 @@ class Trainer(Status):
     ``loss``       ``loss(output, target)``, one number, a mean over rows or what ``weight`` counts.
     ``weight``     what a part of a batch counts: ``weight(x, y)`` is a number, such as the tokens
                    that the loss is a mean over. None: rows, or where ``x["labels"]`` makes the
-                   model compute its own loss, the labels other than -100; "rows": always rows.
-    ``optimizer``  called once per stage with its parameters; may return several optimizers. "auto"
-                   calls it once more before, to see what it makes.
+                   model compute its own loss, the labels other than -100; "rows": always rows;
+                   "sum": the loss is a sum, and those of the parts are added as they are.
+    ``optimizer``  called once per stage with its parameters, or with pairs (name, parameter) if it
+                   calls its argument ``named``; may return several optimizers. "auto" calls it
+                   once more before, to see what it makes.
     ``method``     an object from :mod:`offbeat.methods`, or its name; "auto" takes the least lag
                    that keeps all stages busy, accumulation and corrections with it, and says why.
     ``corrections``  what makes its staleness less harmful: objects from
@@ -116,7 +120,7 @@ class Trainer(Status):
         averaging: Averaging | str | None = None,
         scheduler: SchedulerFactory | None = None,
         clip: float | None = None,
-        weight: Count | Literal["rows"] | None = None,
+        weight: Count | Literal["rows", "sum"] | None = None,
         seed: int | None = None,
         autocast: torch.dtype | None = None,
         guards: Guards | None = None,
@@ -128,7 +132,7 @@ class Trainer(Status):
         faults: Faults | None = None,
         penalty: Penalty | None = None,
     ) -> None:
-        cut = plan_cut(model, stages=stages, cuts=cuts, ppv=ppv)
+        cut = guests.plan(model, stages=stages, cuts=cuts, ppv=ppv)
         course = choose_course(method, corrections, cut, optimizer, model)
         if isinstance(model, nn.Module) and stages is None and cuts is None and ppv is None:
             checks.warn_of_one_stage(course.method, cut.stages)
@@ -162,29 +166,31 @@ class Trainer(Status):
 
     # ---------------------------------------------------------------- training
 
-    def step(self, x: Nest, y: Nest) -> Tensor | None:
+    def step(self, x: Nest, y: Nest = None) -> Tensor | None:
         """Feeds one batch; after step n, stage k has forwarded 0..n and applied 0..n - its depth.
+
+        A mapping of the model's arguments, such as a BatchEncoding, may be the whole batch.
 
         Its depth is how many batches it keeps in flight (:meth:`Schedule.depth`). Returns the loss
         of the batch that stage 0 has just applied, None while the pipe fills.
         """
-        self._refuse_if_stopped()
-        let_in(self._pipeline)
-        return self._pipeline.step(x, y)
+        with self._verb("step()"):
+            let_in(self._pipeline)
+            return self._pipeline.step(x, y)
 
     def flush(self) -> list[Tensor]:
         """Drains the pipe: every started batch is applied. Returns the losses still owed.
 
         Replicas then take the average of their weights, in place of any that is still under way.
         """
-        self._refuse_if_stopped()
-        return self._pipeline.flush()
+        with self._verb("flush()"):
+            return self._pipeline.flush()
 
-    def check_batch(self, x: Nest, y: Nest) -> None:
+    def check_batch(self, x: Nest, y: Nest = None) -> None:
         """Refuses a batch that :meth:`step` would refuse, without starting it."""
         feed.divide(self._pipeline, self._pipeline.schedule, x, y)
 
-    def batches(self, loader: Iterable[tuple[Nest, Nest]]) -> Iterator[tuple[Nest, Nest]]:
+    def batches(self, loader: Iterable[Nest]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.
 
         Of several processes only those of the first and the last stage read data. Replicas in
@@ -192,6 +198,7 @@ class Trainer(Status):
         batches, which is checked before the first. In a process that takes the place of one that
         died they begin where the others are (see :attr:`behind`).
         """
+        self._engine.enter("batches()")
         yield from self._catching_up.rest_of(self._pipeline.batches(loader))
 
     def sampler(
@@ -229,46 +236,73 @@ class Trainer(Status):
     # ---------------------------------------------------------------- looking and saving
 
     def evaluate(
-        self, loader: Iterable[tuple[Nest, Nest]], *, of: Literal["average", "replica"] = "average"
+        self,
+        loader: Iterable[Nest],
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+        of: Literal["average", "replica"] = "average",
     ) -> Evaluation:
-        """Loss and accuracy of the newest weights, undrained; ``of`` replicas their mean or one."""
-        self._refuse_if_stopped()
-        if of not in ("average", "replica"):
-            raise unknown("of", of, ("average", "replica"))
-        return evaluation.evaluate(self._pipeline, loader, first=of == "replica")
+        """Loss and accuracy of the newest weights, undrained; ``of`` replicas their mean or one.
 
-    def probe(self, x: Nest, y: Nest) -> dict[int, float]:
+        ``metrics`` are functions ``metric(output, target)`` of all batches together, by name; where
+        a batch is a mapping, the target is its ``labels``.
+        """
+        with self._verb("evaluate()"):
+            found = evaluation.checked_metrics(metrics)
+            return evaluation.evaluate(self._pipeline, loader, found, first=_is_one(of))
+
+    def predict(
+        self, loader: Iterable[Nest], *, of: Literal["average", "replica"] = "average"
+    ) -> list[Nest]:
+        """The model's outputs for every batch by the newest weights, undrained, in all processes.
+
+        The loader's batches may be (x, y), x alone if it is a tensor, or mappings. Outputs are
+        tensors in tuples, lists and dicts.
+        """
+        with self._verb("predict()"):
+            return evaluation.predict(self._pipeline, loader, first=_is_one(of))
+
+    @contextmanager
+    def predictor(self) -> Iterator[Callable[[Nest], Nest]]:
+        """Within, ``predict(x)`` gives one output; all processes call alike, and nothing trains."""
+        with self._verb("predictor()"), evaluation.passes(self._pipeline) as over:
+            yield partial(evaluation.predict_one, over)
+
+    def probe(self, x: Nest, y: Nest = None) -> dict[int, float]:
         """Per stage, the cosine of this batch's gradient at the stale and at the newest weights.
 
         The stale point is where the next gradient to be applied was computed. The values are also
         in ``readings``.
         """
-        self._refuse_if_stopped()
-        checks.check_probe(self._pipeline.setup.monitor, self._pipeline.schedule)
-        return probe.probe(self._pipeline, x, y)
+        with self._verb("probe()"):
+            checks.check_probe(self._pipeline.setup.monitor, self._pipeline.schedule)
+            return probe.probe(self._pipeline, nest.plain(x), nest.plain(y))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the newest weights and buffers of the unsplit model; of replicas their mean."""
-        return self._pipeline.weights()
+        with self._pipeline.verb("state_dict()"):
+            return self._pipeline.weights()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads weights of the unsplit model; in one process also the way on after an error."""
-        self._pipeline.load_weights(state)
+        with self._pipeline.verb("load_state_dict()"):
+            self._pipeline.load_weights(state)
 
     def gather(self) -> nn.Module:
         """Makes :attr:`model` whole until the next step or flush, and returns it.
 
         All processes call it. Only then may weights of stages that others train be read there.
         """
-        self._refuse_if_stopped()
-        return self._pipeline.gather()
+        with self._verb("gather()"):
+            return self._pipeline.gather()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Lets rank 0 write a model of transformers by its own method; all processes call it.
 
         What it writes is what :meth:`state_dict` returns.
         """
-        self._pipeline.save_pretrained(Path(folder))
+        with self._pipeline.verb("save_pretrained()"):
+            self._pipeline.save_pretrained(Path(folder))
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -289,10 +323,10 @@ class Trainer(Status):
         loader with a ``state_dict``, or plain values. If it cannot be written, the next ``save`` or
         :meth:`finish_saving` says so. Returns its path.
         """
-        self._refuse_if_stopped()
-        return self._archive.save(
-            checks.checked_folder(folder), drain=drain, keep=keep, wait=wait, data=data
-        )
+        with self._verb("save()"):
+            return self._archive.save(
+                checks.checked_folder(folder), drain=drain, keep=keep, wait=wait, data=data
+            )
 
     def finish_saving(self) -> None:
         """Waits until the last checkpoint is on disk; raises if it could not be written."""
@@ -305,8 +339,19 @@ class Trainer(Status):
         over with a warning. ``data``: a loader, set to the position that was saved with it. The
         result has the number of steps taken, 0 if the folder is empty: a script may begin with it.
         """
-        return self._archive.resume(checks.checked_folder(folder), data)
+        with self._pipeline.verb("resume()"):
+            return self._archive.resume(checks.checked_folder(folder), data)
 
-    def _refuse_if_stopped(self) -> None:
+    @contextmanager
+    def _verb(self, name: str) -> Iterator[None]:
         self._catching_up.refuse_if_behind()
         self._pipeline.refuse_if_stopped()
+        with self._pipeline.verb(name):
+            yield
+
+
+def _is_one(of: str) -> bool:
+    """Whether one replica is meant, and not the mean of all."""
+    if of not in ("average", "replica"):
+        raise unknown("of", of, ("average", "replica"))
+    return of == "replica"

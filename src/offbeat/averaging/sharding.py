@@ -14,6 +14,8 @@ def shards_of(batch: Nest, replicas: int, parts: int | None = None) -> list[Nest
     """A batch cut into equal contiguous parts, by default one per replica."""
     if replicas == 1:
         return [batch]
+    if isinstance(batch, nest.Parts):
+        return list(batch)
     for tensor in nest.tensors(batch):
         rows = tensor.size(0) if tensor.dim() else 1
         if rows % replicas or not tensor.dim():

@@ -11,6 +11,7 @@ from offbeat.cutting.cut import Cut
 from offbeat.engines.setup import Setup
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
+from offbeat.optimizers import wants_names
 from offbeat.rng import seed_for, seeded
 from offbeat.stages.heads import default_head
 from offbeat.stages.network import Network
@@ -77,7 +78,10 @@ def _attach_optimizers(stage: Stage, setup: Setup) -> None:
     """Calls the user's factories for one stage and checks what they return."""
     if not any(parameter.requires_grad for parameter in stage.parameters):
         return  # factories may leave out what is frozen, and optimizers want something
-    result = setup.optimizer(list(stage.parameters))
+    given: list[Any] = list(stage.parameters)
+    if wants_names(setup.optimizer):
+        given = [(stage.network.names[id(parameter)], parameter) for parameter in given]
+    result = setup.optimizer(given)
     stage.optimizers = list(result) if isinstance(result, Sequence) else [result]
     _check_optimizers(stage)
     if setup.scheduler is not None:

@@ -14,7 +14,6 @@ from offbeat.cutting.cut import Cut
 from offbeat.elastic.membership import Membership
 from offbeat.elastic.survivors import Admission
 from offbeat.engines.board import SharedNotes
-from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.feed import pairs_of
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import Setup
@@ -166,9 +165,9 @@ class Engine(ABC):
         """What each stage of each replica holds now."""
         return [worker.stage.memory() for worker in self.workers]
 
-    def share_result(self, score: Score) -> Evaluation:
-        """The evaluation of the last stage, wherever it is asked for."""
-        return score.result()
+    def share_result(self, value: Callable[[], Any]) -> Any:
+        """What the process with the last stage computes, wherever it is asked for."""
+        return value()
 
     def share_tensors(self, tensors: Iterable[Tensor], stage: int) -> list[Tensor]:
         """One stage's tensors, wherever they are asked for; ``tensors`` says what to expect."""
@@ -198,6 +197,12 @@ class Engine(ABC):
         return OwnNotes()
 
     # ---------------------------------------------------------------- ending
+
+    def enter(self, verb: str) -> None:
+        """Notes what the script has asked for, which other processes must be asked for, too."""
+
+    def take_back(self) -> None:
+        """What was entered last was refused."""
 
     @property
     def has_failed(self) -> bool:

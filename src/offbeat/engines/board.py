@@ -116,6 +116,48 @@ class SharedNotes:
         return self._store.check([f"dead/{self._lives.get(replica, replica)}"])
 
 
+ENDED = ""
+"""In place of the name of a verb: the script, or what it did with this trainer, is over."""
+
+
+def _in_words(verb: str) -> str:
+    return f"is in {verb}" if verb else "has ended"
+
+
+class Verbs:
+    """What a process has been asked to do together with others, by number."""
+
+    _KEPT = 32
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._count = 0
+        self._seen: tuple[int, str] = (0, "")
+
+    def enter(self, name: str) -> None:
+        self._names[self._count + 1] = name
+        self._count += 1
+        self._names.pop(self._count - self._KEPT, None)
+
+    def take_back(self) -> None:
+        """The last one was refused, and nobody waits for this process there."""
+        self._count -= 1
+
+    @property
+    def latest(self) -> tuple[int, str]:
+        count = self._count
+        return count, self._names.get(count, "")
+
+    def have_changed(self) -> bool:
+        """Whether there was another since this was asked last."""
+        before, self._seen = self._seen, self.latest
+        return before != self._seen
+
+    def recent(self) -> dict[int, str]:
+        count, names = self._count, self._names.copy()
+        return {number: name for number, name in names.items() if number <= count}
+
+
 class Board:
     """Facts to compare, and urgent notes that a thread looks out for: failure, stall, stop."""
 
@@ -147,6 +189,7 @@ class Board:
         self._given_up = "" if own is None else f"dead/{own}"
         self._again = "" if life is None else f"/{life}"
         self._counts: dict[str, int] = {}
+        self._verbs = Verbs()
         self._stop = threading.Event()
         self._edges: Mailbox | None = None
         self.stop_at: int | None = None
@@ -241,8 +284,14 @@ class Board:
         """Only the first request counts; the others read it within moments."""
         self._store.compare_set("stop", "", str(step))
 
-    def watch(self, edges: Mailbox) -> None:
-        self._edges = edges
+    @property
+    def verbs(self) -> "Verbs":
+        """What this process has been asked to do together with others."""
+        return self._verbs
+
+    def watch(self, edges: Mailbox, company: Sequence[int]) -> None:
+        """``company``: the ranks that do the same as this one, or nobody gets anywhere."""
+        self._edges, self._company = edges, [rank for rank in company if rank != self._rank]
         self._thread = threading.Thread(target=self._watch, daemon=True, name="offbeat-board")
         self._thread.start()
 
@@ -270,6 +319,9 @@ class Board:
                     self.say_gone(str(lost), getattr(lost, "rank", None))
                     return
                 self.look_for_stop(store)
+                if (words := self._compare_verbs(store)) is not None:
+                    self._edges.fail(WorkerLost(words))
+                    return
                 if store.check(["stalled"]):
                     self._edges.fail(
                         WorkerLost(f"another process waited too long:\n  {self._tell_waits(store)}")
@@ -278,6 +330,33 @@ class Board:
             except RuntimeError:  # the store's host has gone: so has everything else
                 self._edges.fail(WorkerLost(_STORE_GONE))
                 return
+        with suppress(RuntimeError):
+            self._verbs.enter(ENDED)
+            self._tell_verbs(store)
+
+    def _tell_verbs(self, store: Store) -> None:
+        store.set(f"verbs/{self._rank}{self._again}", json.dumps(self._verbs.recent()))
+
+    def _compare_verbs(self, store: Store) -> str | None:
+        """Whether another process does something else meanwhile, in words that say what to do."""
+        if self._verbs.have_changed():
+            self._tell_verbs(store)
+            return None
+        number, own = self._verbs.latest
+        for rank in self._company if number else ():
+            key = f"verbs/{rank}{self._again}"
+            theirs = json.loads(store.get(key)) if store.check([key]) else {}
+            other = theirs.get(str(number), own)
+            if other != own:
+                found = sorted([(self._rank, own), (rank, other)])
+                first, second = (f"rank {who} {_in_words(verb)}" for who, verb in found)
+                return (
+                    f"{first}, and {second}: all processes must call the same, in the same order."
+                    " Under 'if trainer.rank == 0' belongs only what is done with the result:"
+                    " state = trainer.state_dict() in all processes, then 'if trainer.rank == 0:"
+                    " torch.save(state, ...)'."
+                )
+        return None
 
     def look_for_stop(self, store: Store | None = None) -> None:
         store = store or self._store

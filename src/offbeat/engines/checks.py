@@ -40,8 +40,8 @@ def plan_of(
         return None
     roots = [model] if isinstance(model, nn.Module) else model
     batch_norm = any(isinstance(m, _BATCH_NORMS) for root in roots for m in root.modules())
-    parameters = list(dict.fromkeys(p for root in roots for p in root.parameters()))
-    kind = kind_of(optimizer, parameters)
+    named = {p: name for root in roots for name, p in root.named_parameters()}
+    kind = kind_of(optimizer, [(name, p) for p, name in named.items()])
     return plan_for(stages, kind, method, batch_norm=batch_norm)
 
 
@@ -258,16 +258,18 @@ def check_penalty(penalty: Penalty, cut: Cut) -> None:
         )
 
 
-def checked_weight(weight: Count | Literal["rows"] | None, model: nn.Module) -> Weight:
-    rows = isinstance(weight, str) and weight == "rows"
-    if weight is not None and not rows and not callable(weight):
+def checked_weight(weight: Count | Literal["rows", "sum"] | None, model: nn.Module) -> Weight:
+    rows, is_sum = (isinstance(weight, str) and weight == word for word in ("rows", "sum"))
+    if weight is not None and not rows and not is_sum and not callable(weight):
         raise ConfigurationError(
             f"weight={weight!r}: give a function weight(x, y) that says how much a part of a batch"
-            " counts, as in weight=lambda x, y: (y != -100).sum(), or 'rows'."
+            " counts, as in weight=lambda x, y: (y != -100).sum(), or 'rows', or 'sum' for a loss"
+            " that is a sum."
         )
     return Weight(
         function=weight if callable(weight) else None,
         asked_for_rows=rows,
+        is_sum=is_sum,
         shifted=shifts_labels(model),
     )
 

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 from offbeat.cutting.cut import Cut
 from offbeat.engines import checks
 from offbeat.engines.base import Engine
+from offbeat.engines.guests import refuse_sync_batch_norm
 from offbeat.engines.machines import Machines, checked_machines
 from offbeat.engines.processes import Processes
 from offbeat.engines.serial import Serial
@@ -33,6 +34,7 @@ def start_engine(
     where = checked_machines(machines)
     outlive = checks.outlives(when_replica_dies, setup.averaging)
     if kind == "processes":
+        refuse_sync_batch_norm(cut.model)
         return Processes(cut.stages, setup.replicas, setup.device, timeout, where, outlive=outlive)
     where.counts(cut.stages, 1, setup.replicas)
     if kind == "streams":

@@ -1,7 +1,7 @@
 """Batches on their way to the stages that need them: checked, divided, handed out."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offbeat import nest
 from offbeat.averaging.sharding import shards_of
+from offbeat.engines.guests import check_keys
 from offbeat.engines.shares import WHOLE, counts_of, portions, refuse_empty, rows_of
 from offbeat.engines.worker import Target
 from offbeat.errors import BatchError
@@ -33,6 +34,7 @@ class Shard(NamedTuple):
 def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[Shard]:
     """The batch as one part per replica of this process; refused before anything has begun."""
     placement, parts = pipeline.engine.placement, schedule.micro_batches
+    x, y = nest.plain(x), nest.plain(y)
     inputs, targets = nest.tensors(x), nest.tensors(y)
     if placement.holds_first and not inputs:
         raise BatchError(f"x is a {type(x).__name__} without a tensor in it: give tensors.")
@@ -58,11 +60,16 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
     if here > 1:
         shards = list(map(Shard, shards_of(x, here), shards_of(y, here)))
         tensors = nest.tensors([shards[0].x, shards[0].y])
-    if tensors:
+    come_in_parts = any(_check_parts(part, parts) for shard in shards for part in shard[:2])
+    if tensors and not come_in_parts:
         _check_rows(tensors, parts, pipeline)
     if placement.holds_first:
+        for shard in shards:
+            check_keys(pipeline.cut.model, first_part(shard.x))
+    if placement.holds_first:
         pipeline.cut.check_batch([shard.x for shard in shards], parts)
-    if placement.holds_last and parts > 1 and not targets:
+    own_labels = y is None and (isinstance(x, Mapping) or not placement.holds_first)
+    if placement.holds_last and parts > 1 and not targets and not own_labels:
         raise BatchError(
             f"y is a {type(y).__name__} without a tensor in it, and it is to be split into"
             f" {parts} micro-batches: give a tensor with a row per row of x. The batch was not"
@@ -75,24 +82,47 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
     return shards
 
 
+def _check_parts(batch: Nest, parts: int) -> bool:
+    """Whether it comes in its parts; refused if there are not as many as the method has."""
+    if isinstance(batch, nest.Parts) and len(batch) != parts:
+        raise BatchError(
+            f"the batch comes in {len(batch)} parts, and the method makes {parts} of every batch:"
+            f" give {parts}. The batch was not started."
+        )
+    return isinstance(batch, nest.Parts)
+
+
+def first_part(batch: Nest) -> Nest:
+    """What stages are made from and a model is called with: a batch, or a part that came alone."""
+    return batch[0] if isinstance(batch, nest.Parts) else batch
+
+
 def _counts(pipeline: "Pipeline", shard: Shard, parts: int) -> Sequence[float]:
     # A target may be without tensors if nothing is split.
     pieces = [nest.split(part, parts) for part in (shard.x, shard.y)]
     return counts_of(pipeline.setup.weight, list(zip(*pieces, strict=True)), "a batch")
 
 
-def pairs_of(loader: Iterable[tuple[Nest, Nest]], verb: str) -> Iterator[tuple[Nest, Nest]]:
-    """The batches of a loader; what is no (x, y) is refused."""
-    words = f"{verb}() takes a loader of (x, y) pairs; for one batch give [(x, y)]"
+def pairs_of(loader: Iterable[Nest], verb: str) -> Iterator[tuple[Nest, Nest]]:
+    """The batches of a loader; what is no (x, y) is refused.
+
+    A mapping is x, with labels of its own if it has any; predict() needs no y.
+    """
+    words = f"{verb}() takes a loader of (x, y) pairs, or of dicts; for one batch give [(x, y)]"
+    if isinstance(loader, Mapping):
+        raise BatchError(f"{words}, or [batch]. It got one {type(loader).__name__}.")
     try:
         batches = iter(loader)
     except TypeError:
         raise BatchError(f"{words}. It got a {type(loader).__name__}.") from None
     for number, batch in enumerate(batches):
+        if isinstance(batch, Mapping) or (verb == "predict" and isinstance(batch, Tensor)):
+            yield nest.plain(batch), None
+            continue
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             found = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
             raise BatchError(f"{words}. Entry {number} is a {type(batch).__name__}{found}.")
-        yield batch[0], batch[1]
+        yield nest.plain(batch[0]), nest.plain(batch[1])
 
 
 def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat import nest
 from offbeat.averaging.replicas import Replicas, mean_of, state_of
 from offbeat.cutting.costs import count_operations, cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
 from offbeat.engines import checks, feed
 from offbeat.engines.assembly import make_stages
 from offbeat.engines.base import Engine
+from offbeat.engines.guests import look_at_first
 from offbeat.engines.models import Models
 from offbeat.engines.placement import counts_by
 from offbeat.engines.position import Position
@@ -124,16 +126,18 @@ class Pipeline:
 
     def step(self, x: Nest, y: Nest) -> Tensor | None:
         """One batch through :attr:`schedule`; the loss that is due, None while the pipe fills."""
+        x, y = nest.plain(x), nest.plain(y)
         self._enter_next_phase()
         schedule, step = self.schedule, self.position.step_in_fill
         shards = feed.divide(self, schedule, x, y)
         if self.position.step == 0:
             feed.warn_of_small_parts(self, shards[0])
+            look_at_first(self.cut.model, feed.first_part(shards[0].x))
         with self.following(), self.stopping_on_error(), torch.enable_grad():
             if self.position.step == 0:
                 self.engine.refuse_equal_shards(x, y)
             if not self.is_built:
-                self.build(self.engine.share_first(shards[0].x))
+                self.build(self.engine.share_first(feed.first_part(shards[0].x)))
             self.models.hide()
             if step == 0:
                 with self.engine.between_steps():
@@ -339,6 +343,16 @@ class Pipeline:
                 f"this run ended at an earlier error ({self.stopped}), with batches in flight that"
                 f" some stages may have applied and others not. {self.engine.way_on}"
             )
+
+    @contextmanager
+    def verb(self, name: str) -> Iterator[None]:
+        """Around what all processes must be asked for alike."""
+        self.engine.enter(name)
+        try:
+            yield
+        except BaseException:
+            self.engine.take_back()
+            raise
 
     @contextmanager
     def stopping_on_error(self, *, alone: bool = True) -> Iterator[None]:

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from math import ceil
@@ -25,7 +25,6 @@ from offbeat.elastic.survivors import Admission, connect_replicas
 from offbeat.engines.agreement import agreed_seed, compare
 from offbeat.engines.base import Engine
 from offbeat.engines.board import ASKED_BY_ALL, LOST, NOTICED_S, Board, SharedNotes
-from offbeat.engines.evaluation import Evaluation, Score
 from offbeat.engines.feed import checksum_of, pairs_of
 from offbeat.engines.machines import Machines
 from offbeat.engines.placement import Placement
@@ -94,7 +93,7 @@ class Processes(Engine):
         self.transports.update(self._mailbox.boxes)
         if not self.needs_costs:
             self._open_averages()
-        self._board.watch(self._mailbox)
+        self._board.watch(self._mailbox, self._company)
         self._lives: dict[int, int] = {}
         """The present ones of replicas that have come back."""
         self._notes = self.notes()
@@ -200,7 +199,7 @@ class Processes(Engine):
         self, loader: Iterable[tuple[Nest, Nest]], *, all_need_targets: bool
     ) -> Iterator[tuple[Nest, Nest]]:
         """x for the first stage, y for the last (and for the first, which checks them)."""
-        length = len(loader) if isinstance(loader, Sized) else None
+        length = _length_of(loader)
         lengths = self._board.exchange("lengths", length, self._company)
         for rank, other in zip(self._company, lengths, strict=True):
             if other != lengths[0]:
@@ -259,14 +258,15 @@ class Processes(Engine):
 
     # ---------------------------------------------------------------- sharing
 
-    def share_result(self, score: Score) -> Evaluation:
+    def share_result(self, value: Callable[[], Any]) -> Any:
         last, number = self.placement.stages - 1, self.ask()
         if not self.placement.holds_last:
-            key = Key("result", self.placement.stages_here[0], number, last)
-            return Evaluation(**self._transport.receive(key))
-        result = score.result()
+            return self._transport.receive(
+                Key("result", self.placement.stages_here[0], number, last)
+            )
+        result = value()
         for other in self._other_processes():
-            self._transport.send(Key("result", other, number, last), asdict(result))
+            self._transport.send(Key("result", other, number, last), result)
         return result
 
     def gather_memory(self) -> list[StageMemory]:
@@ -389,6 +389,12 @@ class Processes(Engine):
         left = (r for r in replicas if all(came[k] is not LOST for k in self.placement.row_of(r)))
         return next(left)
 
+    def enter(self, verb: str) -> None:
+        self._board.verbs.enter(verb)
+
+    def take_back(self) -> None:
+        self._board.verbs.take_back()
+
     @property
     def has_failed(self) -> bool:
         return self._mailbox.failure is not None
@@ -418,3 +424,11 @@ class Processes(Engine):
             self._board.report("".join(traceback.format_exception(error)))
             self._board.say_gone(str(error), None)
         self._mailbox.fail(WorkerLost("this process failed earlier."))
+
+
+def _length_of(loader: Iterable[Nest]) -> int | None:
+    """How many batches it has, if it knows: a DataLoader of an IterableDataset has a len() too."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None

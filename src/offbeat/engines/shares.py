@@ -60,21 +60,29 @@ class Weight:
     """The user's own."""
     asked_for_rows: bool = False
     """Whether rows count whatever the loss does."""
+    is_sum: bool = False
+    """Whether losses are sums: those of parts are added as they are."""
     shifted: bool = False
     """Whether the model's own loss has no use for the first label of a row."""
 
     @property
     def words(self) -> str:
         """The same in every process."""
+        if self.is_sum:
+            return "sum"
         return "a function" if self.function else "rows" if self.asked_for_rows else "None"
 
     def kind(self, x: Nest) -> str:
+        if self.is_sum:
+            return "sum"
         if self.function is not None:
             return "function"
         return "rows" if self.asked_for_rows or _labels_in(x) is None else "labels"
 
     def of(self, x: Nest, y: Nest) -> Any:
         """What a batch or a part of one counts, as it comes."""
+        if self.is_sum:
+            return 1
         if self.function is not None:
             return self.function(x, y)
         labels = None if self.asked_for_rows else _labels_in(x)
@@ -136,6 +144,8 @@ def portions(
 
     Where replicas average gradients, a part's factor goes by the total over all of them.
     """
+    if kind == "sum":
+        return [[Portion(1.0, 1.0, count, kind) for count in own] for own in counts]
     totals = [sum(of_replica) for of_replica in counts]
     here, everywhere = sum(totals), totals
     together = _are_averaged(pipeline)

@@ -1,5 +1,8 @@
 """What a trainer is, and what it has recorded: all that a user reads and nothing that trains."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +26,12 @@ class Status:
     _engine: Engine
     _pipeline: Pipeline
     _catching_up: CatchingUp
+
+    @contextmanager
+    def _asked(self, name: str) -> Iterator[None]:
+        """Around what is read from all processes."""
+        with self._pipeline.verb(name), self._pipeline.stopping_on_error(alone=False):
+            yield
 
     def __repr__(self) -> str:
         lags, step = " ".join(map(str, self.lags)), self._pipeline.position.step
@@ -126,7 +135,7 @@ class Status:
     @property
     def ledger(self) -> Ledger:
         """Every action of every stage with its weight version, start, end and loss."""
-        with self._pipeline.stopping_on_error(alone=False):
+        with self._asked("ledger"):
             ledger = self._engine.merge_ledger()
         lags = [method.lags(self.stages) for method, _ in self.phases]
         ledger.declared = [max(of_stage) for of_stage in zip(*lags, strict=True)]
@@ -140,16 +149,16 @@ class Status:
     @property
     def readings(self) -> Readings:
         """What the monitor has read: staleness, quality of predictions, cosines of probes."""
-        with self._pipeline.stopping_on_error(alone=False):
+        with self._asked("readings"):
             return self._engine.merge_readings()
 
     @property
     def updates(self) -> Updates:
         """Gradient norm, lag and outcome of every update, if there are ``guards``."""
-        with self._pipeline.stopping_on_error(alone=False):
+        with self._asked("updates"):
             return self._engine.merge_updates()
 
     def memory(self) -> tuple[StageMemory, ...]:
         """What each stage of each replica holds now: weight copies, graphs, bytes."""
-        with self._pipeline.stopping_on_error(alone=False):
+        with self._asked("memory()"):
             return tuple(self._engine.gather_memory())

@@ -49,7 +49,7 @@ class Worker:
         self._index, self._stages = stage.index, engine.placement.stages
         self._clip, self._faults = setup.clip, setup.faults
         self._means: Means | None = None
-        if not setup.weight.asked_for_rows:
+        if not (setup.weight.asked_for_rows or setup.weight.is_sum):
             self._means = Means(together=setup.averages_gradients)
         self._write, self._clock = engine.record, engine.clock
         self._listeners = engine.placement.listeners

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,11 +52,29 @@ def switch_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 def call(model: nn.Module, x: Nest) -> Nest:
     """Calls a model with a batch; a dict of its arguments' names is spread over them."""
-    names = inspect.signature(model.forward).parameters
+    names, takes_others = arguments_of(model)
     settings = {"use_cache": False} if "use_cache" in names else {}  # nothing is generated here
-    if isinstance(x, dict) and all(name in names for name in x):
-        return model(**{**settings, **x})
+    if isinstance(x, dict) and is_spread(x, names, takes_others):
+        return model(**{**x, **settings})
     return model(x, **settings)
+
+
+def arguments_of(model: nn.Module) -> tuple[Collection[str], bool]:
+    """The names of what a model can be called with, and whether it takes others as well."""
+    given = inspect.signature(model.forward).parameters.values()
+    names = {p.name for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in given)
+    inner = getattr(model, "get_base_model", None)
+    if takes_others and callable(inner):  # adapters of peft hand on what they do not know
+        own, takes_others = arguments_of(inner())
+        names.update(own)
+    return names, takes_others
+
+
+def is_spread(x: Mapping[str, Nest], names: Collection[str], takes_others: bool) -> bool:
+    """Whether a batch is the arguments of a model with these names, and not one of them."""
+    known = [name in names for name in x]
+    return all(known) or (takes_others and any(known))
 
 
 class Whole(nn.Module):
