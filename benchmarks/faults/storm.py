@@ -7,7 +7,8 @@ DaSGD, each beside a calm run of the same length, then runs in which those who l
 killed or frozen at that moment. ``--part`` takes a share of the list, so that each call is short
 (a run takes ``--seconds``, and up to two minutes to begin and to end). Faults are a function of the
 seed: a Poisson process of kill -9, freeze (SIGSTOP, then SIGCONT), partition (by ``wire.py``), and
-a slow or full disk; in the middle everything is killed, and the run goes on from its checkpoint.
+a slow or full disk; in the first of the stormy runs everything is killed in the middle, and it goes
+on from its checkpoint.
 
 Needs torch, numpy and offbeat, no rights, nothing but loopback; it ends by itself.
 
@@ -38,8 +39,8 @@ Plan = dict[str, Any]
 Row = dict[str, Any]
 KINDS = {"kill": 10, "freeze": 5, "partition": 5, "slow disk": 2, "full disk": 2}
 """How often each kind of fault comes, in proportion."""
-_QUIET_S = 20.0
-"""At the beginning and the end of a run: what is hit last shall have time to come back."""
+_QUIET = 0.1
+"""Share of a run, at its beginning and at its end: what is hit last shall be back by then."""
 _LIMIT_S = 120.0
 """Longer than its time no run may take to end."""
 ADOPTIONS = ("donor killed", "all but the joiner killed", "donor frozen")
@@ -68,7 +69,9 @@ def plans_of(given: argparse.Namespace) -> list[Plan]:
     plans = []
     for setting in settings:
         calm = shared | setting | {"storm": "calm", "faults": [], "whole_at": None, "wired": []}
-        stormy = calm | {"storm": "storm", "whole_at": given.seconds / 2}
+        stormy = calm | {"storm": "storm"}
+        if not plans:  # once in a storm everything is killed
+            stormy["whole_at"] = given.seconds / 2
         stormy["faults"] = faults_of(stormy, given.rate)
         cut = {fault["replica"] for fault in stormy["faults"] if fault["kind"] == "partition"}
         stages = stormy["stages"]
@@ -89,8 +92,9 @@ def plans_of(given: argparse.Namespace) -> list[Plan]:
 def faults_of(plan: Plan, per_hour: float) -> list[Row]:
     """Faults of a run, at moments in seconds since its beginning."""
     draw = random.Random(f"{plan['seed']}/{plan['averaging']}/{plan['stages']}")
-    moment, faults = _QUIET_S, []
-    while (moment := moment + draw.expovariate(per_hour / 3600)) < plan["seconds"] - _QUIET_S:
+    moment, faults = _QUIET * plan["seconds"], []
+    last = plan["seconds"] - moment
+    while (moment := moment + draw.expovariate(per_hour / 3600)) < last:
         (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
         fault = {
             "at": round(moment, 2),
@@ -122,13 +126,12 @@ class Run:
         """What ends when: a freeze of a process, a partition of a replica."""
         self._cut: dict[int, int] = defaultdict(int)
         self.done: list[Row] = []
+        self.began: float | None = None
+        """When all had begun to train; faults and the end of the run count from there."""
         self._starts()
 
     def _starts(self) -> None:
-        if self._number == 0:
-            self.began = time.time()
-            self._ends = self.began + self.plan["seconds"]
-        plan = {**self.plan, "folder": str(self.folder), "run": self._number, "ends": self._ends}
+        plan = {**self.plan, "folder": str(self.folder), "run": self._number}
         file = self.folder / "plan.json"
         file.write_text(json.dumps(plan | {"wire": self.wire.port}))
         paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -207,7 +210,7 @@ class Run:
                         os.kill(what, signal.SIGCONT)
 
     def kill_whole(self) -> Row:
-        """The launcher and with it all; what is still there after ten seconds was left behind."""
+        """The launcher and with it all; what is still there after half a minute was left behind."""
         now = time.time()
         self._child.kill()
         self._child.wait()
@@ -215,13 +218,14 @@ class Run:
         for pid in self.pids().values():  # whoever is frozen cannot notice
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        deadline = now + 10
+        deadline = now + 30
         while self.processes() and time.time() < deadline:
             time.sleep(0.1)
+        gone_s = round(time.time() - now, 2)
         left = self.end_all()
         self._number += 1
         self._starts()
-        return {"at": now - self.began, "kind": "whole", "left": left}
+        return {"t": now, "at": round(now - (self.began or now), 2), "left": left, "gone_s": gone_s}
 
     def end_all(self) -> int:
         left = self.processes()
@@ -235,12 +239,21 @@ class Run:
     def carry_out(self) -> Row:
         faults = sorted(self.plan["faults"], key=lambda fault: fault["at"])
         whole_at, then = self.plan["whole_at"], self.plan.get("then")
-        whole, deadline = None, self._ends + _LIMIT_S
+        whole, deadline = None, time.time() + _LIMIT_S
         while self._child.poll() is None and time.time() < deadline:
+            if self.began is None:
+                if self._all_train():
+                    self.began = time.time()
+                    ends = self.began + self.plan["seconds"]
+                    deadline = ends + _LIMIT_S
+                    (self.folder / "aside").write_text(str(ends))
+                    (self.folder / "aside").rename(self.folder / "ends")
+                time.sleep(0.2)
+                continue
             at = time.time() - self.began
             if faults and at >= faults[0]["at"]:
                 self.strike(faults.pop(0))
-            if whole_at is not None and at >= whole_at and at < self.plan["seconds"] - _QUIET_S:
+            if whole_at is not None and at >= whole_at:
                 whole, whole_at = self.kill_whole(), None
             if then is not None and self._knocks(then):
                 time.sleep(then["delay_s"])
@@ -259,9 +272,15 @@ class Run:
         ended = time.time()
         while self.processes() and time.time() < ended + 5 and not hung:
             time.sleep(0.1)
+        self.began = self.began or ended
         report = {"hung": hung, "left": self.end_all(), "whole": whole}
         self.wire.stop()
-        return report | self._read(ended)
+        return self._read(ended, whole) | report
+
+    def _all_train(self) -> bool:
+        ranks = range(self.plan["replicas"] * self.plan["stages"])
+        files = [self.folder / f"rank-{rank}.jsonl" for rank in ranks]
+        return all(f.exists() and '"trains"' in f.read_text() for f in files)
 
     def _knocks(self, then: Row) -> bool:
         file = self.folder / f"rank-{then['joins']}.jsonl"
@@ -278,8 +297,12 @@ class Run:
 
     # ---------------------------------------------------------------- what it came to
 
-    def _read(self, ended: float) -> Row:
+    def _read(self, ended: float, whole: Row | None) -> Row:
         rows = self.diary()
+        if whole is not None:
+            killed = whole.pop("t")
+            again = [r["t"] for r in rows if r["what"] == "merged" and r["t"] > killed]
+            whole["down_s"] = round(min(again, default=ended) - killed, 1)
         numbers = range(self._number + 1)
         files = [self.folder / f"end-{number}.json" for number in numbers]
         ends = [json.loads(file.read_text()) for file in files if file.exists()]
@@ -292,7 +315,7 @@ class Run:
         parts = [max(len(row["senders"]) for row in same) for same in merges.values()]
         scores = {row["step"]: row["loss"] for row in rows if row["what"] == "scores"}
         return {
-            "took_s": round(ended - self.began, 1),
+            "took_s": round(ended - (self.began or ended), 1),
             "ended": len(results),
             "error": last.get("error"),
             "step": max((result["step"] for result in results), default=None),
@@ -312,12 +335,14 @@ class Run:
     def _outcome(self, fault: Row, rows: list[Row]) -> Row:
         """When the others noticed a fault, and when its replica was back."""
         replica, stages = fault["replica"], self.plan["stages"]
+        again = [f["t"] for f in self.done if f["replica"] == replica and f["t"] > fault["t"]]
+        until = min(again, default=float("inf"))
         later = [row for row in rows if row["t"] > fault["t"]]
         told = (r["t"] for r in later if r["what"] == "gone" and r["replica"] == replica)
         noticed = next(told, None)
         found = {name: fault[name] for name in ("kind", "replica", "hit", "for_s") if name in fault}
-        found["at"] = round(fault["t"] - self.began, 2)
-        if noticed is None or fault["kind"].endswith("disk") or noticed > fault["t"] + 60:
+        found["at"] = round(fault["t"] - (self.began or 0.0), 2)
+        if noticed is None or fault["kind"].endswith("disk") or noticed > until:
             return found
         found["noticed_s"] = round(noticed - fault["t"], 2)
         back = (
@@ -413,6 +438,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         found[f"{setting_of(row)}.{row['plan']['seed']}"] = {
             "averages": row["averages"],
             "of_calm": row["averages"] / beside["averages"] if beside else None,
+            "down_s": (row["whole"] or {}).get("down_s", 0.0),
             "parts": sum(n * count for n, count in counts.items()) / total if total else None,
             "full": counts.get(replicas, 0) / total if total else None,
             "loss": row["loss"],

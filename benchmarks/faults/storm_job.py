@@ -3,8 +3,9 @@
     python -m benchmarks.faults.storm_job FOLDER/plan.json
 
 Started by ``storm.py``, which kills, freezes and cuts off. A process that comes back begins with
-other random weights, and every weight travels with a tracer: a number that falls with every update,
-at the same pace in all replicas. Where random weights become anybody's state, it jumps back.
+the weights a run begins with (it is refused with any others), and weights travel with a tracer: a
+number that falls with every update, at the same pace in all replicas. Where first weights become
+anybody's state, it jumps back.
 """
 
 import errno
@@ -206,17 +207,16 @@ def train(plan: Plan) -> dict[str, Any]:
     look_at_returns(diary)
     trouble_the_disk(plan)
     lead_over_the_wire(plan)
-    life = return_number()
     try:
-        return follow(plan, diary, seed=plan["seed"] if life == 0 else 7_000_000 + life)
+        return follow(plan, diary)
     except BaseException as error:
         diary.note("fails", words=f"{type(error).__name__}: {error}"[:400])
         raise
 
 
-def follow(plan: Plan, diary: Diary, seed: int) -> dict[str, Any]:
+def follow(plan: Plan, diary: Diary) -> dict[str, Any]:
     trainer = offbeat.Trainer(
-        network(seed),
+        network(plan["seed"]),
         loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0),
         method=offbeat.StaleWeights() if plan["stages"] > 1 else offbeat.Synchronous(),
@@ -234,18 +234,21 @@ def follow(plan: Plan, diary: Diary, seed: int) -> dict[str, Any]:
     held_out = [next(text(99)) for _ in range(1)]
     held_out = [(x[: 8 * plan["replicas"]], y[: 8 * plan["replicas"]]) for x, y in held_out]
     diary.note("trains", step=start)
-    began, steps, scores = time.monotonic(), 0, {}
+    began, steps, ends = time.monotonic(), 0, None
     for x, y in trainer.batches(batches(plan, start)):
         trainer.step(x, y)
         steps += 1
         step = trainer._pipeline.position.step
         time.sleep(plan["pause"])
+        if ends is None and (Path(plan["folder"]) / "ends").exists():
+            ends = float((Path(plan["folder"]) / "ends").read_text())
         if step % plan["save_every"] == 0:
             save(trainer, place, step, diary)
         if step % plan["evaluate_every"] == 0:
-            scores[step] = trainer.evaluate(held_out).loss
-            diary.note("scores", step=step, loss=round(scores[step], 5))
-        if trainer.stop_together(time.time() > plan["ends"], steps / (time.monotonic() - began)):
+            score = trainer.evaluate(held_out).loss
+            diary.note("scores", step=step, loss=round(score, 5))
+        over = ends is not None and time.time() > ends
+        if trainer.stop_together(over, steps / (time.monotonic() - began)):
             break
     trainer.flush()
     end = trainer.evaluate(held_out).loss

@@ -106,7 +106,11 @@ class Wire(threading.Thread):
 
     def _accept(self, listener: socket.socket, target: int, ranks: frozenset[int]) -> None:
         near, _ = listener.accept()
-        far = socket.create_connection((HOST, target))
+        try:
+            far = socket.create_connection((HOST, target))
+        except OSError:  # whoever it was has ended
+            near.close()
+            return
         ends = [_End(near, ranks), _End(far, ranks)]
         for end, other in zip(ends, reversed(ends), strict=True):
             end.other = other
