@@ -863,3 +863,62 @@ def outlive_weighted(dies: int, at: int, batches: list[Batch]) -> dict[str, Tens
         trainer.step(x, y)
     trainer.flush()
     return trainer.state_dict()
+
+
+def freeze(who: int, replicas: int, silence: float) -> dict[str, Any]:
+    """Trains while one process stops itself in step 5; with replicas until it is back."""
+    import logging
+    import os
+    import signal
+    import time
+
+    from offbeat.elastic.restarts import return_number
+
+    said: list[tuple[float, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((time.time(), record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    more = {"when_replica_dies": "go on", "averaging": LocalSGD(2)} if replicas > 1 else {}
+    trainer = trainer_for(
+        dropout_net(),
+        offbeat.Synchronous() if replicas > 1 else StaleWeights(),
+        OPTIMIZERS["momentum"],
+        stages=1 if replicas > 1 else 2,
+        replicas=replicas,
+        timeout=60.0,
+        machines=offbeat.Machines(silence=silence),
+        **more,
+    )
+    batches = vector_batches(12, rows=12, dtype=torch.float32) * 1000
+    steps = 0
+    for n, (x, y) in enumerate(trainer.batches(batches)):
+        if (trainer.rank, n, return_number()) == (who, 5, 0):
+            print("stopped", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        trainer.step(x, y)
+        steps += 1
+        if return_number() or any("is back" in words for _, words in said):
+            joined = trainer._engine.joined_at
+            if trainer._pipeline.position.step >= joined + 20:
+                break
+        time.sleep(0.01)
+    trainer.flush()
+    return {"said": said, "steps": steps, "state": trainer.state_dict(), "time": time.time()}
+
+
+def train_for_good(silence: float) -> None:
+    """Two stages that train, evaluate and read weights until something ends them."""
+    trainer = trainer_for(
+        dropout_net(),
+        StaleWeights(),
+        OPTIMIZERS["momentum"],
+        stages=2,
+        timeout=60.0,
+        machines=offbeat.Machines(silence=silence),
+    )
+    batches = vector_batches(12, rows=12, dtype=torch.float32)
+    for _ in range(100_000):
+        for x, y in trainer.batches(batches):
+            trainer.step(x, y)
+        trainer.state_dict()
+        print("training", flush=True)

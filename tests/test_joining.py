@@ -159,7 +159,7 @@ class Returning(Network):
             0, NEWCOMER, range(4), pairs_of(NEWCOMER, self.members),
             device=torch.device("cpu"),
             deliver=partial(self._delivered, NEWCOMER),
-            declare_dead=lambda _: None,
+            declare_dead=lambda _: True,
             members=self.members,
         )  # fmt: skip
         self.stages += [self.newcomer] * 4

@@ -189,7 +189,7 @@ class Network:
                 0, replica, range(replicas), pairs_of(replica, range(replicas)),
                 device=torch.device("cpu"),
                 deliver=partial(self._delivered, replica),
-                declare_dead=lambda _: None,
+                declare_dead=lambda _: True,
             )
             for replica in range(replicas)
         ]  # fmt: skip

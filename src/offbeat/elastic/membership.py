@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.elastic.restarts import RESTARTS, VOID, return_number, returns_of
+from offbeat.elastic.restarts import RESTARTS, VOID, lost_note, return_number, returns_of
 from offbeat.elastic.survivors import Admission, Survivors
-from offbeat.engines.board import Board
+from offbeat.engines.board import Board, patiently
 from offbeat.engines.placement import Placement
 from offbeat.errors import WorkerLost
 from offbeat.transport import Pair, connect_two, groups
@@ -223,6 +223,7 @@ class Membership:
     ) -> Survivors:
         """From now on averages are taken among those who are left."""
         placement, mailbox = self._placement, self._mailbox
+        returns_of(groups.root_store()).set("row", str(len(placement.row)))
         survivors = mailbox.peers = Survivors(
             self._place,
             life,
@@ -230,12 +231,11 @@ class Membership:
             pairs,
             device=self._device,
             deliver=mailbox.put,
-            declare_dead=self._board.declare_dead,
+            declare_dead=self._declare_dead,
             members=members,
         )
         if RESTARTS in os.environ:
             store, is_dead = groups.root_store(), self._board.is_dead
-            returns_of(store).set("row", str(len(placement.row)))
             there = range(placement.replicas) if members is None else [*members, life]
             lives = {one % placement.replicas: one for one in there}
             self.door = Door(
@@ -244,6 +244,13 @@ class Membership:
             survivors.helpers.append(self.door)
             self.door.start()
         return survivors
+
+    def _declare_dead(self, life: int) -> bool:
+        """Tells the launcher as well: a process that is frozen does not end by itself."""
+        declared = self._board.declare_dead(life)
+        if declared:
+            patiently(lambda: returns_of(groups.root_store()).set(lost_note(life), "yes"))
+        return declared
 
     def admission(self, step: int) -> tuple[Admission, Pair] | None:
         """Whom to let in before this step, if anybody."""

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -13,6 +14,9 @@ log = logging.getLogger("offbeat")
 Child = subprocess.Popen[bytes]
 RETURN, ROW, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_ROW", "OFFBEAT_RESTARTS"
 """What the launcher tells its children: which return this is, of how many processes; may others."""
+_LOOK_S = 0.25
+_GRACE_S = 3.0
+"""For one that is alive to hear that it is given up, and to say so."""
 VOID = "void"
 """In place of the note by which a return is agreed on, when it has come to nothing."""
 
@@ -27,8 +31,13 @@ def return_number() -> int:
     return int(os.environ.get(RETURN, "0"))
 
 
+def lost_note(life: int) -> str:
+    """Where the others tell the launcher whom they go on without."""
+    return f"lost/{life}"
+
+
 class Restarts:
-    """Looks after the children that belong to replicas that may come back."""
+    """Looks after the children of replicas that may be lost, and perhaps come back."""
 
     def __init__(
         self,
@@ -45,19 +54,44 @@ class Restarts:
         self._size = 0
         self._waiting: range | None = None
         """The ranks that were started again and have not joined yet."""
+        self._returns: dict[int, int] = {}
+        """The latest return of a replica."""
+        self._lost: dict[int, float] = {}
+        """Since when the others have gone on without a life of which processes still run."""
+        self._looked_s = 0.0
 
     def look(self) -> None:
         """Called again and again while any of the children runs."""
+        if time.monotonic() > self._looked_s + _LOOK_S:
+            self._looked_s = time.monotonic()
+            self._find_size()
+            self._end_lost()
         if self._waiting is not None:
             self._look_after(self._waiting)
         elif self._left:
             self._look_for_dead()
 
+    def _find_size(self) -> None:
+        if not self._size and self._store.check(["row"]):
+            self._size = int(self._store.get("row"))
+
+    def _end_lost(self) -> None:
+        """Kills what is frozen, or cut off: it does not hear that the others go on without it."""
+        replicas = len(self._children) // self._size if self._size else 0
+        for replica in range(replicas):
+            life = replica + replicas * self._returns.get(replica, 0)
+            row = self._children[replica * self._size : (replica + 1) * self._size]
+            running = [child for child in row if child.poll() is None]
+            if running and self._store.check([lost_note(life)]):
+                since_s = self._lost.setdefault(life, time.monotonic())
+                if time.monotonic() > since_s + _GRACE_S:
+                    log.warning("replica %d does not end by itself: it is killed.", replica)
+                    for child in running:
+                        child.kill()
+
     def _look_for_dead(self) -> None:
         if not self._size:
-            if not self._store.check(["row"]):
-                return  # nobody has come as far as to go on without another
-            self._size = int(self._store.get("row"))
+            return  # nobody has come as far as to go on without another
         ended = [child.poll() for child in self._children]
         for first in range(0, len(ended), self._size):
             row = range(first, first + self._size)
@@ -70,6 +104,7 @@ class Restarts:
         self._left -= 1
         self._number += 1
         replica = row.start // self._size
+        self._returns[replica] = self._number
         log.warning("replica %d has died: its processes are started again.", replica)
         more = {RESTARTS: "1", RETURN: str(self._number), ROW: str(self._size)}
         for rank in row:

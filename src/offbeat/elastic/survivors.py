@@ -69,10 +69,12 @@ class Survivors:
         *,
         device: torch.device,
         deliver: Callable[[Key, Gathered], None],
-        declare_dead: Callable[[int], None],
+        declare_dead: Callable[[int], bool],
         members: Sequence[int] | None = None,
     ) -> None:
         """``ranks``: at this ``place`` in every row. ``pairs``: the links with each of the others.
+
+        ``declare_dead``: says so for all to see; False if the others go on without this one.
 
         ``members``: whom a replica that has come back joins; it and they are named by their lives
         (see :mod:`offbeat.elastic.membership`), which at the beginning are the replicas' numbers.
@@ -103,14 +105,19 @@ class Survivors:
 
     def _connect(self, other: int, pair: Pair) -> None:
         lost, arrived = partial(self._lost, other), partial(self._arrived, other)
-        name = str(self._ranks[other % len(self._ranks)])
-        self._connections[other] = Connection(pair, name, arrived, lost)
+        rank = self._ranks[other % len(self._ranks)]
+        self._connections[other] = Connection(pair, rank, arrived, lost)
         self._connections[other].start()
 
     @property
     def threads(self) -> list[threading.Thread]:
         served = [thread for one in self._connections.values() for thread in one.threads]
         return [*served, *self.helpers]
+
+    @property
+    def connections(self) -> Sequence[Connection]:
+        # Without the lock: whoever holds it may wait for the launcher's store, and beats may not.
+        return [one for other, one in [*self._connections.items()] if other in self._left]
 
     def _others(self) -> list[int]:
         return sorted(self._left - {self._replica})
@@ -145,8 +152,8 @@ class Survivors:
         with self._lock:
             if self.closing or replica in self._dead:
                 return
-            if self.joined:
-                self._declare_dead(replica)
+            if self.joined and not self._declare_dead(replica):
+                return  # so no average is made of what this one alone has
             self._left.discard(replica)
             self._dead.add(replica)
             log.warning(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.elastic.restarts import RESTARTS
+from offbeat.engines.verbs import Verbs
 from offbeat.errors import WorkerLost
 from offbeat.transport.groups import default_store, root_store
 from offbeat.transport.mailbox import Mailbox
@@ -28,6 +29,10 @@ ASKED_BY_ALL = (
     "What is read from all processes (ledger, readings, updates, memory(), state_dict(),"
     " evaluate()) must be read by all: under 'if trainer.rank == 0' belongs only what is done with"
     " it."
+)
+_STORE_SILENT = (
+    "the launcher's store does not answer: the process that holds it (offbeat.launch, torchrun's"
+    " agent, or rank 0) is frozen, or the network between cuts it off."
 )
 _STORE_GONE = (
     "the launcher's store cannot be reached any more: the process that holds it (torchrun's agent,"
@@ -53,17 +58,20 @@ class SharedNotes:
         row: int | None,
         gone: str,
         lives: Mapping[int, int],
+        failure: Callable[[], Exception | None],
     ) -> None:
         """``row``: as for :class:`Board`. ``gone``: where a process says that it will not come.
 
-        ``lives``: the present one of every replica that has come back.
+        ``lives``: the present one of every replica that has come back. ``failure``: why this
+        process has to end, which ends a request to a store that is frozen.
         """
         self._lives = dict(lives)
+        self._failure = failure
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._size, self._row, self._gone = rank, size, row, gone
 
     def tell(self, name: str, value: Any) -> None:
-        self._store.set(f"notes/{name}/{self._rank}", json.dumps(value))
+        self._ask(lambda: self._store.set(f"notes/{name}/{self._rank}", json.dumps(value)))
 
     def hear(
         self, name: str, ranks: Sequence[int] | None, given_up: Callable[[], bool]
@@ -80,6 +88,9 @@ class SharedNotes:
         except RuntimeError as error:
             raise WorkerLost(_STORE_GONE) from error
 
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        return ask(request, self._failure)
+
     def _hear(
         self, name: str, ranks: Sequence[int] | None, given_up: Callable[[], bool]
     ) -> list[Any]:
@@ -87,75 +98,40 @@ class SharedNotes:
         keys = {rank: f"notes/{name}/{rank}" for rank in everyone}
         missing = self._missing(keys)
         while not all(map(self._died, missing)):
-            if self._store.check([self._gone]) or given_up():
+            if self._ask(lambda: self._store.check([self._gone])) or given_up():
                 return self._values(keys, self._missing(keys))
             time.sleep(_PAUSE_S)
             missing = self._missing(keys)
         if self._row is not None:
             # A dying replica's other processes may still tell theirs, so that some would hear it
             # and some not: who was missing is decided by the first process that concludes.
-            words = self._store.compare_set(f"notes/{name}/missing", "", json.dumps(missing))
-            missing = json.loads(words)
+            verdict, note = json.dumps(missing), f"notes/{name}/missing"
+            missing = json.loads(self._ask(lambda: self._store.compare_set(note, "", verdict)))
         return self._values(keys, missing)
 
     def _missing(self, keys: dict[int, str]) -> list[int]:
-        if self._store.check(list(keys.values())):
-            return []
-        return [rank for rank, key in keys.items() if not self._store.check([key])]
+        def look() -> list[int]:
+            if self._store.check(list(keys.values())):
+                return []
+            return [rank for rank, key in keys.items() if not self._store.check([key])]
+
+        return self._ask(look)
 
     def _values(self, keys: dict[int, str], missing: list[int]) -> list[Any]:
-        return [
-            None if rank in missing else json.loads(self._store.get(key))
-            for rank, key in keys.items()
-        ]
+        def look() -> list[Any]:
+            return [
+                None if rank in missing else json.loads(self._store.get(key))
+                for rank, key in keys.items()
+            ]
+
+        return self._ask(look)
 
     def _died(self, rank: int) -> bool:
         if self._row is None:
             return False
         replica = rank // self._row
-        return self._store.check([f"dead/{self._lives.get(replica, replica)}"])
-
-
-ENDED = ""
-"""In place of the name of a verb: the script, or what it did with this trainer, is over."""
-
-
-def _in_words(verb: str) -> str:
-    return f"is in {verb}" if verb else "has ended"
-
-
-class Verbs:
-    """What a process has been asked to do together with others, by number."""
-
-    _KEPT = 32
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._count = 0
-        self._seen: tuple[int, str] = (0, "")
-
-    def enter(self, name: str) -> None:
-        self._names[self._count + 1] = name
-        self._count += 1
-        self._names.pop(self._count - self._KEPT, None)
-
-    def take_back(self) -> None:
-        """The last one was refused, and nobody waits for this process there."""
-        self._count -= 1
-
-    @property
-    def latest(self) -> tuple[int, str]:
-        count = self._count
-        return count, self._names.get(count, "")
-
-    def have_changed(self) -> bool:
-        """Whether there was another since this was asked last."""
-        before, self._seen = self._seen, self.latest
-        return before != self._seen
-
-    def recent(self) -> dict[int, str]:
-        count, names = self._count, self._names.copy()
-        return {number: name for number, name in names.items() if number <= count}
+        dead = f"dead/{self._lives.get(replica, replica)}"
+        return self._ask(lambda: self._store.check([dead]))
 
 
 class Board:
@@ -183,15 +159,18 @@ class Board:
         self._rank, self._size = rank, size
         self._row = row
         own = life if life is not None or row is None else rank // row
+        self._own = own
         self._timeout_s = timeout_s
         self._failure = "failure" if own is None else f"failure/{own}"
         self._gone = "gone" if own is None else f"gone/{own}"
         self._given_up = "" if own is None else f"dead/{own}"
         self._again = "" if life is None else f"/{life}"
         self._counts: dict[str, int] = {}
-        self._verbs = Verbs()
+        self._verbs = Verbs(rank, self._again)
         self._stop = threading.Event()
         self._edges: Mailbox | None = None
+        self.name, self.rank = "the launcher's store", None
+        self._answers = self._seen = self.unheard = 0
         self.stop_at: int | None = None
         """The step after which somebody asked all processes to stop."""
 
@@ -200,12 +179,23 @@ class Board:
         count = self._counts[name] = self._counts.get(name, -1) + 1
         everyone = range(self._size) if ranks is None else ranks
         try:
-            self._store.set(f"{name}/{count}/{self._rank}{self._again}", json.dumps(value))
+            words = json.dumps(value)
+            self._ask(lambda: self._store.set(f"{name}/{count}/{self._rank}{self._again}", words))
             return [self._read(name, f"{name}/{count}/{rank}", rank) for rank in everyone]
         except WorkerLost:
             raise
         except RuntimeError as error:
             raise WorkerLost(_STORE_GONE) from error
+
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        deadline = time.monotonic() + self._timeout_s
+
+        def failure() -> Exception | None:
+            if self._edges is not None and self._edges.failure is not None:
+                return self._edges.failure
+            return WorkerLost(_STORE_SILENT) if time.monotonic() > deadline else None
+
+        return ask(request, failure)
 
     def _read(self, name: str, key: str, rank: int) -> Any:
         own = self._row is not None and rank // self._row == self._rank // self._row
@@ -213,12 +203,14 @@ class Board:
             key += self._again
         deadline = time.monotonic() + self._timeout_s
         pause_s = _PAUSE_S
-        while not self._store.check([key]):
-            if own and self._store.check([self._given_up]):
+        while not self._ask(lambda: self._store.check([key])):
+            if own and self._ask(lambda: self._store.check([self._given_up])):
                 raise WorkerLost(_GIVEN_UP)
             if self._row is not None and not own and self.is_dead(rank // self._row):
                 return LOST
-            if (failure := self.failure()) is not None:  # first: a broken connection may follow
+            if (
+                failure := self._ask(self.failure)
+            ) is not None:  # first: a broken connection may follow
                 raise failure
             if self._edges is not None and self._edges.failure is not None:
                 raise self._edges.failure
@@ -231,15 +223,34 @@ class Board:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return json.loads(self._store.get(key))
+        return json.loads(self._ask(lambda: self._store.get(key)))
 
-    def declare_dead(self, life: int) -> None:
-        """For all to see, the replica itself included, should it be alive somewhere."""
-        with suppress(RuntimeError):  # without the store this process ends too, and says why
-            self._store.set(f"dead/{life}", str(self._rank))
+    def declare_dead(self, life: int) -> bool:
+        """For all to see, the replica itself included, should it be alive somewhere.
+
+        Two that have lost each other would both do it: the first one is heard. False if the others
+        go on without this process, or if the store cannot tell; then it ends.
+        """
+        verdict = patiently(lambda: self._declare(life))
+        if not verdict and self._edges is not None:
+            self._edges.fail(WorkerLost(_STORE_SILENT if verdict is None else _GIVEN_UP))
+        return bool(verdict)
+
+    def _declare(self, life: int) -> bool:
+        while True:
+            found = self._store.compare_set("deaths", "", "[]")
+            deaths = json.loads(found)
+            if self._own in deaths:
+                return False
+            if life in deaths:
+                return True
+            longer = json.dumps([*deaths, life])
+            if self._store.compare_set("deaths", found.decode(), longer).decode() == longer:
+                self._store.set(f"dead/{life}", str(self._rank))
+                return True
 
     def is_dead(self, life: int) -> bool:
-        return bool(self._store.check([f"dead/{life}"]))
+        return self._ask(lambda: self._store.check([f"dead/{life}"]))
 
     def say_gone(self, why: str, lost: int | None) -> WorkerLost | None:
         """Ends every wait of those who cannot go on without this process, which ends now.
@@ -257,15 +268,19 @@ class Board:
             same = lost_first == lost and not self._store.check([self._failure])
             return None if same else self.failure()
 
-        return _answer(say)
+        return patiently(say)
 
     def notes(self, lives: Mapping[int, int]) -> SharedNotes:
-        return SharedNotes(self._store, self._rank, self._size, self._row, self._gone, lives)
+        def failure() -> Exception | None:
+            return None if self._edges is None else self._edges.failure
+
+        whose = self._rank, self._size, self._row, self._gone
+        return SharedNotes(self._store, *whose, lives, failure)
 
     def report(self, text: str) -> None:
         # Only the first report counts: what follows it is a consequence.
         note = json.dumps([self._rank, text])
-        _answer(lambda: self._store.compare_set(self._failure, "", note))
+        patiently(lambda: self._store.compare_set(self._failure, "", note))
 
     def failure(self, store: Store | None = None) -> WorkerLost | None:
         """Why this process cannot go on, if another has said so: its error, or just its end."""
@@ -282,16 +297,26 @@ class Board:
 
     def ask_to_stop(self, step: int) -> None:
         """Only the first request counts; the others read it within moments."""
-        self._store.compare_set("stop", "", str(step))
+        self._ask(lambda: self._store.compare_set("stop", "", str(step)))
+
+    def beat(self) -> None:
+        """Counts, as a connection does; its thread asks the store all the time."""
+        self.unheard = 0 if self._seen != self._answers or not self._answers else self.unheard + 1
+        self._seen = self._answers
+
+    def fall_silent(self, error: WorkerLost) -> None:
+        assert self._edges is not None
+        self._edges.fail(WorkerLost(f"{_STORE_SILENT} ({str(error).partition(':')[0]}.)"))
 
     @property
-    def verbs(self) -> "Verbs":
+    def verbs(self) -> Verbs:
         """What this process has been asked to do together with others."""
         return self._verbs
 
     def watch(self, edges: Mailbox, company: Sequence[int]) -> None:
         """``company``: the ranks that do the same as this one, or nobody gets anywhere."""
         self._edges, self._company = edges, [rank for rank in company if rank != self._rank]
+        edges.watched.append(self)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="offbeat-board")
         self._thread.start()
 
@@ -319,7 +344,8 @@ class Board:
                     self.say_gone(str(lost), getattr(lost, "rank", None))
                     return
                 self.look_for_stop(store)
-                if (words := self._compare_verbs(store)) is not None:
+                self._answers += 1
+                if (words := self._verbs.compare(store, self._company)) is not None:
                     self._edges.fail(WorkerLost(words))
                     return
                 if store.check(["stalled"]):
@@ -331,47 +357,22 @@ class Board:
                 self._edges.fail(WorkerLost(_STORE_GONE))
                 return
         with suppress(RuntimeError):
-            self._verbs.enter(ENDED)
-            self._tell_verbs(store)
-
-    def _tell_verbs(self, store: Store) -> None:
-        store.set(f"verbs/{self._rank}{self._again}", json.dumps(self._verbs.recent()))
-
-    def _compare_verbs(self, store: Store) -> str | None:
-        """Whether another process does something else meanwhile, in words that say what to do."""
-        if self._verbs.have_changed():
-            self._tell_verbs(store)
-            return None
-        number, own = self._verbs.latest
-        for rank in self._company if number else ():
-            key = f"verbs/{rank}{self._again}"
-            theirs = json.loads(store.get(key)) if store.check([key]) else {}
-            other = theirs.get(str(number), own)
-            if other != own:
-                found = sorted([(self._rank, own), (rank, other)])
-                first, second = (f"rank {who} {_in_words(verb)}" for who, verb in found)
-                return (
-                    f"{first}, and {second}: all processes must call the same, in the same order."
-                    " Under 'if trainer.rank == 0' belongs only what is done with the result:"
-                    " state = trainer.state_dict() in all processes, then 'if trainer.rank == 0:"
-                    " torch.save(state, ...)'."
-                )
-        return None
+            self._verbs.end(store)
 
     def look_for_stop(self, store: Store | None = None) -> None:
-        store = store or self._store
-        if self.stop_at is None and store.check(["stop"]):
-            self.stop_at = int(store.get("stop"))
+        of = store or self._store
+        if self.stop_at is None and self._ask(lambda: of.check(["stop"])):
+            self.stop_at = int(self._ask(lambda: of.get("stop")))
 
     def everyone_waits_for(self) -> str:
         """Asks all processes what they wait for."""
 
-        def ask() -> str:
+        def look() -> str:
             self._store.set("stalled", "yes")
             return self._tell_waits(self._store)
 
         silent = "the launcher's store does not answer: the process that holds it is frozen or gone"
-        return _answer(ask) or silent
+        return patiently(look) or silent
 
     def _tell_waits(self, store: Store) -> str:
         assert self._edges is not None
@@ -387,18 +388,37 @@ class Board:
         return "\n  ".join(lines)
 
 
-def _answer(ask: Callable[[], _T]) -> _T | None:
-    """What the launcher's store says; None if it has gone, or says nothing for some seconds.
+def ask(request: Callable[[], _T], failure: Callable[[], Exception | None]) -> _T:
+    """What the launcher's store says; raises ``failure`` as soon as there is one.
 
-    For a process that ends: a request to a store whose process is frozen would never return.
+    A request to a store whose process is frozen never returns, so a thread makes it.
     """
     answers: list[_T] = []
+    errors: list[RuntimeError] = []
 
-    def try_to_ask() -> None:
-        with suppress(RuntimeError):
-            answers.append(ask())
+    def make() -> None:
+        try:
+            answers.append(request())
+        except RuntimeError as error:
+            errors.append(error)
 
-    thread = threading.Thread(target=try_to_ask, daemon=True, name="offbeat-last-words")
+    thread = threading.Thread(target=make, daemon=True, name="offbeat-request")
     thread.start()
-    thread.join(2 * NOTICED_S)
-    return answers[0] if answers else None
+    thread.join(_POLL_S)
+    while thread.is_alive():
+        if (error := failure()) is not None:
+            raise error
+        thread.join(_POLL_S)
+    if errors:
+        raise errors[0]
+    return answers[0]
+
+
+def patiently(request: Callable[[], _T]) -> _T | None:
+    """What the launcher's store says; None if it has gone, or says nothing for some seconds."""
+    deadline = time.monotonic() + 2 * NOTICED_S
+    silent = WorkerLost(_STORE_SILENT)
+    try:
+        return ask(request, lambda: silent if time.monotonic() > deadline else None)
+    except RuntimeError:
+        return None

@@ -67,7 +67,7 @@ class Processes(Engine):
         groups.join(timeout_s)
         leave_at_exit()
         self._device = device
-        self.timeout_s = timeout_s
+        self.timeout_s, self._silence_s = timeout_s, machines.silence
         again = return_number()
         rank = int(os.environ["RANK"]) if again else groups.rank()
         size = int(os.environ["WORLD_SIZE"]) if again else groups.size()
@@ -87,8 +87,12 @@ class Processes(Engine):
         row = len(placement.row) if outlive else None
         self._board = Board(rank, size, self._everyone.group_name, timeout_s, row, life)
         # Before connections that only some would make.
-        when = {"when_replica_dies": "go on" if outlive else "stop"}
-        compare(self._board.exchange, rank, when | {"the placement": counts and list(counts)})
+        alike = {
+            "when_replica_dies": "go on" if outlive else "stop",
+            "the placement": counts and list(counts),
+            "silence": machines.silence,
+        }
+        compare(self._board.exchange, rank, alike)
         self._mailbox = self._open_mailbox(groups.store_of(self._everyone), outlive)
         self.transports.update(self._mailbox.boxes)
         if not self.needs_costs:
@@ -143,6 +147,7 @@ class Processes(Engine):
             {placement.row[place]: pair for place, pair in pairs.items()},
             device=device,
             timeout_s=timeout_s,
+            silence_s=self._silence_s,
             stalled=self._board.everyone_waits_for,
         )
         if outlive:

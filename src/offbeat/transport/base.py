@@ -24,7 +24,8 @@ What = Literal[
     "count",
     "obituary",
     "welcome",
-    # the last of every link:
+    # of every link: that its sender lives, and the last message
+    "beat",
     "goodbye",
 ]
 _FROM_BEFORE = ("activation", "evaluation", "probe")

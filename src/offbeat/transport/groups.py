@@ -144,6 +144,7 @@ class Collectives:
         self._deliver, self._failed = deliver, failed
         self._lock = threading.Lock()
         self.threads: Sequence[threading.Thread] = ()
+        self.connections: Sequence[Any] = ()
 
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
         sent_s = time.perf_counter()

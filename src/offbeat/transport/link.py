@@ -47,6 +47,8 @@ class Link(ABC):
     name: ClassVar[str]
     device: torch.device = torch.device("cpu")
     """Where the bytes of tensors lie that are sent behind a header, and those that are received."""
+    received: int = 0
+    """Pieces of messages that have arrived, for kinds that take a large message in pieces."""
 
     @classmethod
     @abstractmethod
@@ -89,6 +91,10 @@ class Link(ABC):
         """What :meth:`receive` makes of a header; fill its buffers."""
         return Arrival(header, self.find, self.device)
 
+    def break_off(self) -> None:
+        """Ends ``send`` and ``receive`` in other threads, whose other end has fallen silent."""
+        self.close()
+
     def close(self) -> None:  # noqa: B027
         """Called when nothing will be sent or received any more; perhaps twice."""
 
@@ -122,6 +128,8 @@ def open_pair(kind: type[Link], end: End, whom: str) -> Pair:
 
 _GOODBYE = Key("goodbye", 0, 0)
 """What is sent last. A link that ends without it has broken."""
+_BEAT_KEY = Key("beat", 0, 0)
+_BEAT = pack(_BEAT_KEY, None)
 
 
 class Connection:
@@ -130,17 +138,22 @@ class Connection:
     def __init__(
         self,
         pair: Pair,
-        name: str,
+        rank: int,
         deliver: Callable[[Arrival], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """``deliver`` gets each message as soon as it is whole."""
+        """``rank``: the other process. ``deliver`` gets each message as soon as it is whole."""
         self._pair, self._deliver, self._failed = pair, deliver, failed
+        self.rank, self.name = rank, f"rank {rank}"
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._arrived = 0
+        self._ended = self._broken = False
+        self._heard_of = (0, 0)
+        self.unheard = 0
         serving = {"to": self._send, "from": self._receive}
         self.threads = [
             threading.Thread(
-                target=self._serve, args=(work,), daemon=True, name=f"offbeat-{way}-{name}"
+                target=self._serve, args=(work,), daemon=True, name=f"offbeat-{way}-{rank}"
             )
             for way, work in serving.items()
         ]
@@ -161,7 +174,8 @@ class Connection:
         try:
             work()
         except Exception as error:
-            self._failed(error)
+            if not self._broken:
+                self._failed(error)
 
     def _send(self) -> None:
         while (parcel := self._parcels.get()) is not None:
@@ -170,7 +184,28 @@ class Connection:
 
     def _receive(self) -> None:
         while (arrival := self._pair.incoming.receive()).key != _GOODBYE:
-            self._deliver(arrival)
+            self._arrived += 1
+            if arrival.key != _BEAT_KEY:
+                self._deliver(arrival)
+        self._ended = True
+
+    def beat(self) -> None:
+        """Says that this process lives, unless something is being sent, and counts."""
+        if self._parcels.empty():
+            self._parcels.put(_BEAT)
+        heard_of = self._arrived, self._pair.incoming.received
+        # The other end may be long in starting: before the first message `timeout` counts.
+        if heard_of != self._heard_of or not self._arrived or self._ended:
+            self._heard_of, self.unheard = heard_of, 0
+        else:
+            self.unheard += 1
+
+    def fall_silent(self, error: WorkerLost) -> None:
+        """Gives the other process up, then ends what still waits for it."""
+        self._ended = self._broken = True
+        self._failed(error)
+        for link in self._pair:
+            link.break_off()
 
     def close(self) -> None:
         for link in self._pair:
@@ -182,6 +217,10 @@ class Peers(Protocol):
 
     @property
     def threads(self) -> Sequence[threading.Thread]: ...
+
+    @property
+    def connections(self) -> Sequence[Connection]:
+        """With those whose silence counts."""
 
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
         """Never waits; the parts of all are delivered as one :class:`Gathered`."""

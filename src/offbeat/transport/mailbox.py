@@ -18,6 +18,7 @@ from torch import Tensor
 from offbeat.errors import OffbeatError, WorkerLost
 from offbeat.transport.base import Gathered, Key
 from offbeat.transport.link import Connection, Pair, Peers
+from offbeat.transport.pulse import Pulse, Watched
 from offbeat.transport.repeats import Repeats
 from offbeat.transport.wire import Arrival
 
@@ -67,6 +68,7 @@ class Mailbox:
         *,
         device: torch.device,
         timeout_s: float,
+        silence_s: float,
         stalled: Callable[[], str],
     ) -> None:
         """``stages``, ``replicas``: those here. ``neighbours``: the links with them, by rank."""
@@ -85,13 +87,17 @@ class Mailbox:
         """The other rows; without any an average is what the replicas here have."""
         self._neighbours: dict[int, Connection] = {}
         self._repeats: dict[int, Repeats] = {}
+        self.watched: list[Watched] = []
+        """Others who must be heard now and then."""
         self.add_neighbours(neighbours)
+        self._pulse = Pulse(silence_s, self._circles, self._where)
+        self._pulse.start()
 
     def add_neighbours(self, pairs: Mapping[int, Pair]) -> None:
         for other, pair in pairs.items():
             broke = partial(self._lose, f"rank {other}", other)
             deliver = partial(self._deliver, other)
-            self._neighbours[other] = Connection(pair, str(other), deliver, broke)
+            self._neighbours[other] = Connection(pair, other, deliver, broke)
             self._repeats[other] = Repeats()
         for other in pairs:  # now that one can pass on to another
             self._neighbours[other].start()
@@ -190,6 +196,15 @@ class Mailbox:
 
     # ---------------------------------------------------------------- watching
 
+    def _circles(self) -> Sequence[Sequence[Watched]]:
+        if self._closing and not any(thread.is_alive() for thread in self._threads()):
+            self._pulse.stop()
+        peers = () if self.peers is None else self.peers.connections
+        return [*self._neighbours.values()], peers, self.watched
+
+    def _where(self) -> str:
+        return f"rank {self._rank} ({self.waits_for()})"
+
     def waits_for(self) -> str:
         """What the workers wait for right now, in words."""
         waiting = self._waiting
@@ -235,6 +250,10 @@ class Mailbox:
 
     # ---------------------------------------------------------------- ending
 
+    def _threads(self) -> list[threading.Thread]:
+        threads = [thread for one in self._neighbours.values() for thread in one.threads]
+        return [*threads, *(() if self.peers is None else self.peers.threads)]
+
     def close(self, wait_s: float = 0.0) -> bool:
         """Says goodbye to the neighbours once everything is sent; waits for theirs if asked to.
 
@@ -247,12 +266,12 @@ class Mailbox:
             if self.peers is not None:
                 self.peers.close()
         deadline = time.monotonic() + wait_s
-        threads = [thread for one in self._neighbours.values() for thread in one.threads]
-        threads += () if self.peers is None else self.peers.threads
+        threads = self._threads()
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             return False
+        self._pulse.stop()
         for neighbour in self._neighbours.values():
             neighbour.close()
         return True
