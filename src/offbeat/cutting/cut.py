@@ -63,6 +63,8 @@ class Cut(ABC):
     """Where stages begin: children, blocks or paths; None until a batch has decided it."""
     modules: tuple[nn.Module, ...] = ()
     """The stages; none until they are made, which may need a batch."""
+    costs: tuple[float, ...] | None = None
+    """Arithmetic of each on the first batch, where making them has counted it."""
 
     @classmethod
     @abstractmethod

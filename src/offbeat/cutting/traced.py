@@ -16,8 +16,8 @@ from torch import nn
 
 from offbeat import nest
 from offbeat.cutting.balance import cut_by_costs
-from offbeat.cutting.compare import compare_record, compare_with_whole, find_loan
-from offbeat.cutting.costs import count_between
+from offbeat.cutting.compare import Trial, compare_record
+from offbeat.cutting.costs import Spans
 from offbeat.cutting.cut import Balance, Cut, Wish
 from offbeat.cutting.record import SingleDraws
 from offbeat.errors import BatchError, ConfigurationError
@@ -66,31 +66,32 @@ class TracedCut(Cut):
 
     def make(self, batch: Nest, balance: Balance) -> "TracedCut":  # noqa: ARG002
         model, paths = self.model, [str(path) for path in self.places or ()]
-        if self.places is None:
-            costs = count_between(model, candidates(model), batch)
-            if self.stages > len(costs):
-                raise ConfigurationError(
-                    f"{self.stages} stages, but one forward of this {type(model).__name__} calls"
-                    f" {len(costs)} modules once: give fewer stages, or a list of modules, one per"
-                    " stage."
-                )
-            paths = [[*costs][place] for place in cut_by_costs([*costs.values()], self.stages)]
-        from offbeat.cutting.records import RecordedStage, Records  # takes a second to import
-
         if (hook := hook_of([model])) is not None:
             raise ConfigurationError(
                 f"the hook {hook} would be called while this {type(model).__name__} is traced and"
                 " never again. Take it off, or pass a list of modules, one per stage."
             )
         _refuse_deciding_draws(model, batch)
-        lend = find_loan(model, batch)
-        records = Records(model, paths)
-        for training in (True, False):
-            with switch_mode(model, training=training), torch.set_grad_enabled(training):
-                records.find(batch)
-        stages = [RecordedStage(records, number) for number in range(self.stages)]
+        spans = Spans(model, candidates(model) if self.places is None else [])
         with _without_fast_path():
-            compare_with_whole(model, stages, batch, ", ".join(paths), lend, recorded=True)
+            trial = Trial(model, batch, recorded=True, first=spans.counted)
+            if self.places is None:
+                costs = spans.of_each()
+                if self.stages > len(costs):
+                    raise ConfigurationError(
+                        f"{self.stages} stages, but one forward of this {type(model).__name__}"
+                        f" calls {len(costs)} modules once: give fewer stages, or a list of modules,"
+                        " one per stage."
+                    )
+                paths = [[*costs][place] for place in cut_by_costs([*costs.values()], self.stages)]
+            from offbeat.cutting.records import RecordedStage, Records  # takes a second to import
+
+            records = Records(model, paths)
+            for training in (True, False):
+                with switch_mode(model, training=training), torch.set_grad_enabled(training):
+                    records.find(batch)
+            stages = [RecordedStage(records, number) for number in range(self.stages)]
+            trial.compare(stages, ", ".join(paths))
         return replace(self, places=tuple(paths), modules=tuple(stages), records=records)
 
     def copy(self) -> Self:

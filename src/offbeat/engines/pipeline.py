@@ -84,8 +84,9 @@ class Pipeline:
         if any(method.local_losses for method, _ in self._phases):
             self._refuse_ties()
         if self.engine.needs_costs:
-            none = [1.0] * self.cut.stages
-            costs = none if batch is None else count_operations(self.cut.modules, batch)
+            costs: Sequence[float] = self.cut.costs or [1.0] * self.cut.stages
+            if self.cut.costs is None and batch is not None:
+                costs = count_operations(self.cut.modules, batch)
             self.engine.place(counts_by(costs, len(self.engine.placement.row)))
         placement = self.engine.placement
         self.cut.sharing().refuse_overlaps(
