@@ -76,7 +76,7 @@ class BlocksCut(Cut):
         blocks = len(list(model.get_submodule(self.path).children()))
         spans = Spans(model, [f"{self.path}.{number}" for number in range(blocks)])
         look = partial(look_for_ends, model, self.path, batch, found)
-        trial = Trial(model, batch, first=spans.counted, look=look)
+        trial = Trial(model, batch, first=spans.counted, look=look, light=self.absent is not None)
         # Of the smallest pieces: a block each, with the prefix or the suffix at an end.
         ends, costs = found[-1], [*spans.of_each().values()]
         costs[-1] += spans.before  # the last stage runs the prefix again

@@ -30,6 +30,10 @@ Around = Callable[[], AbstractContextManager[object]]
 """What is entered around a forward."""
 
 
+Collect = Callable[[nn.Module, Nest], dict[str, Tensor]]
+"""The gradients of a model's output, by name."""
+
+
 class Way(NamedTuple):
     """How a model runs when it is compared."""
 
@@ -59,18 +63,25 @@ class Trial:
         recorded: bool = False,
         first: Around = nullcontext,
         look: Around = nullcontext,
+        light: bool = False,
     ) -> None:
         """``recorded``: stages run other code than the model's own, which may know a gradient of
         its own. ``first`` is entered around the first forward, ``look`` around the one in training
-        at the weights that hide least.
+        at the weights that hide least. ``light``: the model has random weights as it is, which take
+        no memory; so no gradient may take any, either.
         """
         self.model, self.batch, self._recorded = model, batch, recorded
         self._whole = Whole(model)
+        self._collect: Collect = _sampled_gradients if light else _gradients
         self._found: dict[Way, Found] = {}
+        self.lend: Loan = nullcontext
+        if light:
+            self._run_light(first, look)
+            return
         # What begins with the first batch begins at the model's own weights.
         self._run_whole(Way(random=False, training=True), first)
         self._run_whole(Way(random=False, training=False))
-        self.lend: Loan = partial(_random_weights, model)
+        self.lend = partial(_random_weights, model)
         try:
             with self.lend():
                 self._run_whole(Way(random=True, training=False))
@@ -82,6 +93,20 @@ class Trial:
             self.lend = nullcontext
             self._run_whole(Way(random=False, training=True), look, gradients=True)
 
+    def _run_light(self, first: Around, look: Around) -> None:
+        try:
+            self._run_whole(Way(random=True, training=False), first)
+            self._run_whole(Way(random=True, training=True), look, gradients=True)
+        except OffbeatError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"this {type(self.model).__name__} was built on meta, so its stages are compared"
+                f" with the whole at random weights, and it does not run on these"
+                f" ({type(error).__name__}: {error}). Build it with its weights, or pass a list of"
+                " modules, one per stage."
+            ) from error
+
     def _run_whole(
         self,
         way: Way,
@@ -89,8 +114,9 @@ class Trial:
         *,
         gradients: bool = False,
     ) -> None:
+        collect = self._collect if gradients else None
         self._found[way] = _run(
-            self.model, [self._whole], self.batch, way.training, gradients, around
+            self.model, [self._whole], self.batch, way.training, collect, around
         )
 
     def compare(self, stages: Sequence[nn.Module], name: str) -> None:
@@ -100,14 +126,19 @@ class Trial:
         for way in sorted(self._found, key=lambda way: (way.random, not way.training)):
             whole = self._found.pop(way)
             with self.lend() if way.random else nullcontext():
-                _compare(self.model, stages, self.batch, way.training, whole, name, self._recorded)
+                cut = partial(
+                    _run, self.model, stages, self.batch, way.training,
+                    None if whole.gradients is None else self._collect,
+                )  # fmt: skip
+                _compare(self.model, cut, way.training, whole, name, self._recorded)
 
 
 def compare_record(model: nn.Module, stages: Sequence[nn.Module], batch: Nest, name: str) -> None:
     """The same for a record made in the midst of training: in one mode, at the model's weights."""
     training = model.training
-    whole = _run(model, [Whole(model)], batch, training, training)
-    _compare(model, stages, batch, training, whole, name, True)
+    collect = _gradients if training else None
+    whole = _run(model, [Whole(model)], batch, training, collect)
+    _compare(model, partial(_run, model, stages, batch, training, collect), training, whole, name)
 
 
 def _run(
@@ -115,19 +146,19 @@ def _run(
     modules: Sequence[nn.Module],
     batch: Nest,
     training: bool,
-    gradients: bool,
+    collect: Collect | None,
     around: Around = nullcontext,
 ) -> Found:
     """Runs a model's modules one after the other, each with its own weights alone."""
-    if gradients:
+    if collect is not None:
         try:
-            return _run_once(model, modules, batch, training, around)
+            return _run_once(model, modules, batch, training, collect, around)
         except OffbeatError:
             raise
         except Exception as error:  # reentrant checkpoints, and memory may not suffice for it
-            found = _run_once(model, modules, batch, training, around, graph=False)
+            found = _run_once(model, modules, batch, training, None, around)
             return replace(found, gradients=error)
-    return _run_once(model, modules, batch, training, around, graph=False)
+    return _run_once(model, modules, batch, training, None, around)
 
 
 def _run_once(
@@ -135,19 +166,18 @@ def _run_once(
     modules: Sequence[nn.Module],
     batch: Nest,
     training: bool,
+    collect: Collect | None,
     around: Around,
-    *,
-    graph: bool = True,
 ) -> Found:
     value = nest.replace(batch, lambda t: t.clone())
     with switch_mode(model, training=training), leave_untouched([model, *modules]):
-        with around(), torch.set_grad_enabled(graph):
+        with around(), torch.set_grad_enabled(collect is not None):
             for module in modules:
                 with _alone(model, module):
                     # Copied, since it may hand on a weight or a buffer.
                     value = nest.replace(module(value), lambda t: t.clone())
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        gradients = _gradients(model, value) if graph else None
+        gradients = None if collect is None else collect(model, value)
     return Found(nest.replace(value, lambda t: t.detach()), buffers, gradients)
 
 
@@ -167,16 +197,15 @@ def _alone(model: nn.Module, stage: nn.Module) -> Iterator[None]:
 
 def _compare(
     model: nn.Module,
-    stages: Sequence[nn.Module],
-    batch: Nest,
+    run: Callable[[], Found],
     training: bool,
     whole: Found,
     name: str,
-    must: bool,
+    must: bool = True,
 ) -> None:
     kind = type(model).__name__
     with explain_failure(model, name):
-        cut = _run(model, stages, batch, training, whole.gradients is not None)
+        cut = run()
     if not same_values(cut.output, whole.output):
         raise ConfigurationError(
             f"cut at {name}, this {kind} computes something else than in one piece"
@@ -289,21 +318,53 @@ def _gradients(model: nn.Module, output: Nest) -> dict[str, Tensor]:
     On the host: the device may have no room for the gradients twice.
     """
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    outputs = [tensor for tensor in nest.tensors(output) if tensor.requires_grad]
+    outputs, starts = _ends_of(output)
     if not outputs or not trained:
         return {}
-    gradients = torch.autograd.grad(
-        outputs,
-        list(trained.values()),
-        # Unlike for each element, since the sum of a normalised output says nothing.
-        [torch.linspace(1, 2, t.numel()).to(t).view(t.shape) for t in outputs],
-        allow_unused=True,
-    )
+    gradients = torch.autograd.grad(outputs, list(trained.values()), starts, allow_unused=True)
     return {
         name: gradient.to_dense().cpu()
         for name, gradient in zip(trained, gradients, strict=True)
         if gradient is not None
     }
+
+
+def _ends_of(output: Nest) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that have a graph, and where their backwards begin."""
+    outputs = [tensor for tensor in nest.tensors(output) if tensor.requires_grad]
+    # Unlike for each element, since the sum of a normalised output says nothing.
+    return outputs, [torch.linspace(1, 2, t.numel()).to(t).view(t.shape) for t in outputs]
+
+
+_SAMPLE = 1 << 12
+"""Elements of a gradient that are kept where the whole has no room."""
+
+
+def _sampled_gradients(model: nn.Module, output: Nest) -> dict[str, Tensor]:
+    """Of each gradient its norm and some elements; one gradient at a time is in memory."""
+    found: dict[str, Tensor] = {}
+
+    def sample(parameter: Tensor, name: str) -> None:
+        assert parameter.grad is not None
+        flat = parameter.grad.to_dense().flatten()
+        parameter.grad = None
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float32)
+        some = flat[:: 1 + len(flat) // _SAMPLE].float()
+        found[name] = torch.cat([some, norm[None]]).cpu()
+
+    outputs, starts = _ends_of(output)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(sample, name=name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        if outputs:
+            torch.autograd.backward(outputs, starts)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _other_gradient(whole: dict[str, Tensor], cut: dict[str, Tensor]) -> str | None:

@@ -7,7 +7,7 @@ What a later stage needs of an earlier one than its neighbour travels through th
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -36,6 +36,8 @@ class TracedCut(Cut):
     """A model split where named modules are called; without names the counted cost decides."""
 
     records: "Records | None" = None
+    own_values: bool = False
+    """Whether the model runs at its own weights alone."""
 
     @classmethod
     def plan(cls, wish: Wish) -> "TracedCut | None":
@@ -66,6 +68,12 @@ class TracedCut(Cut):
 
     def make(self, batch: Nest, balance: Balance) -> "TracedCut":  # noqa: ARG002
         model, paths = self.model, [str(path) for path in self.places or ()]
+        if self.absent is not None:
+            raise ConfigurationError(
+                f"this {type(model).__name__} would have to be recorded, for which a process has"
+                " all weights, and it was built on meta: build it with its weights, or pass a list"
+                " of modules, one per stage."
+            )
         if (hook := hook_of([model])) is not None:
             raise ConfigurationError(
                 f"the hook {hook} would be called while this {type(model).__name__} is traced and"
@@ -92,12 +100,24 @@ class TracedCut(Cut):
                     records.find(batch)
             stages = [RecordedStage(records, number) for number in range(self.stages)]
             trial.compare(stages, ", ".join(paths))
-        return replace(self, places=tuple(paths), modules=tuple(stages), records=records)
+        own_values = trial.lend is nullcontext
+        return replace(
+            self,
+            places=tuple(paths),
+            modules=tuple(stages),
+            records=records,
+            own_values=own_values,
+        )
 
     def copy(self) -> Self:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, about its own deprecations
             return super().copy()
+
+    @property
+    def needs_values(self) -> bool:
+        """What does not run at random weights is recorded again at those that were."""
+        return self.own_values
 
     def trust(self, lent: Callable[[], AbstractContextManager[None]]) -> None:
         if self.records is not None:
