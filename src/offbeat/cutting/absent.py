@@ -7,6 +7,7 @@ is one that nobody has touched, elsewhere it is a zero, spread out. Nobody may r
 
 import mmap
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -30,6 +31,8 @@ class Absent:
 
     def __init__(self) -> None:
         self._layouts: dict[int, tuple[Tensor, torch.Size, tuple[int, ...]]] = {}
+        self.tied: set[int] = set()
+        """Those that several modules have, by id."""
         self.unread: dict[int, Tensor] = {}
         """Buffers that have some values to run with, and not yet their own."""
 
@@ -74,13 +77,14 @@ class Absent:
     def lent(self, *, light: bool) -> Iterator[None]:
         """Lends random values to all that is absent.
 
-        ``light``: values that take next to no memory, since neighbours share them; like no other
-        weight's, and none is zero. Else as they would lie in memory.
+        ``light``: values that take next to no memory, since neighbours share them, like no other
+        weight's. Else, and where a weight is used in two places, as they would lie in memory: a
+        stage that is given a copy of one would else compute with another layout, in other bits.
         """
-        tensors = [tensor for tensor in self if tensor in self]
         try:
-            for number, tensor in enumerate(tensors):
-                tensor.data = _random_like(tensor, number, self.room(tensor) if not light else None)
+            for number, tensor in enumerate(self):
+                dense = not light or id(tensor) in self.tied
+                tensor.data = _random_like(tensor, number, self.room(tensor) if dense else None)
             yield
         finally:
             for tensor, *layout in list(self._layouts.values()):
@@ -150,6 +154,12 @@ def take_from_meta(model: nn.Module) -> Absent | None:
         nothing = _nothing(empty, shape := parameter.shape, stride := parameter.stride())
         _swap(parameter, nn.Parameter(nothing, requires_grad=parameter.requires_grad))
         absent._layouts[id(parameter)] = parameter, shape, stride
+    holders = Counter(
+        id(parameter)
+        for module in model.modules()
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+    absent.tied = {place for place, count in holders.items() if count > 1}
     return absent
 
 

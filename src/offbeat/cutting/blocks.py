@@ -95,7 +95,9 @@ class BlocksCut(Cut):
 
     def otherwise(self) -> TracedCut:
         paths = self.places and tuple(f"{self.path}.{place}" for place in self.places)
-        return TracedCut(model=self.model, stages=self.stages, places=paths)
+        return TracedCut(
+            model=self.model, stages=self.stages, places=paths, absent=self.absent
+        )
 
     def follow(self, changes: Sequence[Change]) -> None:
         for stage in self.modules:
