@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offbeat import nest
 from offbeat.averaging import Averaging
 from offbeat.averaging.sharding import Sampler
-from offbeat.checkpoints import Archive, Resumed
+from offbeat.checkpoints import Archive, Resumed, open_weights, shards
 from offbeat.corrections import Correction, Monitor
 from offbeat.cutting.cut import Cuts, Model
 from offbeat.elastic.handover import CatchingUp, let_in
@@ -283,10 +283,15 @@ class Trainer(Status):
         with self._pipeline.verb("state_dict()"):
             return self._pipeline.weights()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads weights of the unsplit model; in one process also the way on after an error."""
+    def load_state_dict(self, state: dict[str, Any] | str | os.PathLike[str]) -> None:
+        """Loads weights of the unsplit model; in one process also the way on after an error.
+
+        ``state`` may be a file of safetensors, or a folder that ``save_pretrained`` wrote: of a
+        model that was built on ``torch.device("meta")`` each process reads those of its own stages.
+        """
+        files = isinstance(state, str | os.PathLike)
         with self._pipeline.verb("load_state_dict()"):
-            self._pipeline.load_weights(state)
+            self._pipeline.load_weights(open_weights(state) if files else state)
 
     def gather(self) -> nn.Module:
         """Makes :attr:`model` whole until the next step or flush, and returns it.
@@ -299,10 +304,16 @@ class Trainer(Status):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Lets rank 0 write a model of transformers by its own method; all processes call it.
 
-        What it writes is what :meth:`state_dict` returns.
+        What it writes is what :meth:`state_dict` returns. Of a model that was built on
+        ``torch.device("meta")``, of whichever kind, each process writes the stages that it holds.
         """
+        spread = self._pipeline.models.is_spread and not self._engine.placement.is_whole
         with self._pipeline.verb("save_pretrained()"):
-            self._pipeline.save_pretrained(Path(folder))
+            if spread:
+                self._refuse_if_stopped()
+                shards.save(self._pipeline, Path(folder))
+            else:
+                self._pipeline.save_pretrained(Path(folder))
 
     # ---------------------------------------------------------------- checkpoints
 

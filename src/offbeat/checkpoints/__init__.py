@@ -6,6 +6,6 @@ fits any cut, method or number of replicas.
 """
 
 from offbeat.checkpoints.archive import Archive, Resumed
-from offbeat.checkpoints.weights import load_weights, save_weights
+from offbeat.checkpoints.weights import load_weights, open_weights, save_weights
 
-__all__ = ["Archive", "Resumed", "load_weights", "save_weights"]
+__all__ = ["Archive", "Resumed", "load_weights", "open_weights", "save_weights"]

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from offbeat.checkpoints import tensorfile
 from offbeat.checkpoints.facts import Manifest, facts_of
 from offbeat.checkpoints.folder import MODEL, PICKLED, file_of
-from offbeat.checkpoints.weights import load_weights
+from offbeat.checkpoints.weights import open_weights
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import describe
 from offbeat.errors import ConfigurationError
@@ -60,7 +60,7 @@ def files_of(pipeline: Pipeline, replica: int) -> dict[str, Any]:
 def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     engine, device = pipeline.engine, pipeline.setup.device
     states = [tensorfile.read(path / file_of(0, stage)) for stage in range(manifest["stages"])]
-    weights = load_weights(path / model_of(manifest))
+    weights = open_weights(path / model_of(manifest))
     pipeline.discard()
     pipeline.models.load(weights)
     place = dict(states[0]["place"])

@@ -142,6 +142,7 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     if not pipeline.is_built:
         first = tensorfile.read(path / first_file(gone))["process"]["first"]
         pipeline.build(on_device({"first": first}, device)["first"])
+    pipeline.models.make_room()
     placement = engine.placement
     files = {name: tensorfile.read(path / name) for name in files_for(placement, saved)}
     processes: dict[int, State] = {

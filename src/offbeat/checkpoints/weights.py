@@ -7,7 +7,7 @@ as ``safetensors.torch.save_model`` has it. What is no tensor stands in the word
 import json
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,8 @@ _NAMES = {
 }  # fmt: skip
 """What safetensors calls types of tensors. Others are stored as bytes, with the type in words."""
 _TYPES = {name: kind for kind, name in _NAMES.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The files in a folder of transformers': all weights in one, or where those of several are."""
 _VALUES, _KIND = "offbeat.values", "offbeat.type of "
 
 
@@ -49,6 +51,114 @@ def load_weights(path: str | PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} holds no weights, or it is damaged: give a file of safetensors, or one that"
             " torch.save wrote of weights alone, with a name that ends in .pt."
+        ) from None
+
+
+class Shelf(Mapping[str, Any]):
+    """Weights in files of safetensors, each read from the disk when it is asked for."""
+
+    def __init__(self, files: Mapping[Path, Sequence[str] | None]) -> None:
+        """``files``: and which names of each count; None for all."""
+        self._headers: dict[Path, tuple[dict[str, Any], dict[str, str], int]] = {}
+        self._files: dict[str, Path] = {}
+        self._others: dict[str, Any] = {}
+        """What is no plain tensor."""
+        for path, names in files.items():
+            header, words, begin = self._headers[path] = _header_of(path)
+            if _VALUES in words:
+                self._others |= tensorfile.from_bytes(b64decode(words[_VALUES]))
+            found = [*header, *(name for name, first in words.items() if first in header)]
+            if missing := set(names or ()) - {*found}:
+                raise CheckpointError(
+                    f"{path} has no {min(missing)!r}, and the index beside it says so: the folder"
+                    " was not copied whole, or it is damaged."
+                )
+            self._files |= dict.fromkeys(found if names is None else names, path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._files, **self._others})
+
+    def __len__(self) -> int:
+        return len({**self._files, **self._others})
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._others:
+            return self._others[name]
+        path = self._files[name]
+        entry, kind, shape, begin = self._entry(name)
+        first, end = entry["data_offsets"]
+        flat = torch.empty(end - first, dtype=torch.uint8)
+        with path.open("rb") as file:
+            file.seek(begin + first)
+            if end > first and file.readinto(flat.numpy()) != end - first:  # type: ignore[attr-defined]
+                raise CheckpointError(f"{path} ends before {name!r} does: it is damaged.")
+        return flat.view(kind).reshape(shape)
+
+    def shapes(self) -> dict[str, Any]:
+        """Tensors on meta in the place of those in the files, which are not read."""
+        found = dict(self._others)
+        for name in self._files:
+            _, kind, shape, _ = self._entry(name)
+            found[name] = torch.empty(shape, dtype=kind, device="meta")
+        return found
+
+    def _entry(self, name: str) -> tuple[dict[str, Any], torch.dtype, list[int], int]:
+        header, words, begin = self._headers[self._files[name]]
+        name = name if name in header else words[name]
+        kind, *shape = json.loads(words.get(_KIND + name, "[null]"))
+        if kind is None:
+            kind, shape = _TYPES[header[name]["dtype"]], header[name]["shape"]
+        return header[name], nest.dtype_named(kind), shape, begin
+
+
+def open_weights(path: str | PathLike[str]) -> Mapping[str, Any]:
+    """The weights in a file, or in a folder as ``save_pretrained`` writes it.
+
+    Of safetensors each is read when it is asked for.
+    """
+    path = Path(path)
+    index, single = path / INDEX, path / SINGLE
+    if path.suffix in (".pt", ".pth"):
+        return load_weights(path)
+    if path.is_dir() and not single.is_file() and index.is_file():
+        files: dict[Path, list[str]] = {}
+        try:
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                if Path(file).name != file:
+                    raise ValueError(file)
+                files.setdefault(path / file, []).append(name)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise CheckpointError(f"{index} is no index of safetensors, or it is damaged.") from None
+        return Shelf(files)
+    if path.is_dir() and not single.is_file():
+        raise CheckpointError(
+            f"{path} holds neither {SINGLE} nor {INDEX}: give a file of safetensors, or a folder"
+            " that save_pretrained wrote (a pytorch_model.bin has to be saved anew as safetensors)."
+        )
+    return Shelf({single if path.is_dir() else path: None})
+
+
+def _header_of(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The entries of a file, its words, and where its tensors begin."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                raise ValueError("the header would be longer than the file")
+            header = json.loads(file.read(length))
+        words = header.pop("__metadata__", {})
+        for name, entry in header.items():
+            first, end = entry["data_offsets"]
+            if not 0 <= first <= end <= size - 8 - length or entry["dtype"] not in _TYPES:
+                raise ValueError(f"{name!r} lies outside of the file, or is of no known type")
+        return header, words, 8 + length
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    except Exception:  # of all kinds, by bytes that are something else
+        raise CheckpointError(
+            f"{path} holds no weights, or it is damaged: give a file of safetensors, or a folder"
+            " that save_pretrained wrote."
         ) from None
 
 

@@ -24,17 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.cutting.compare import compare_with_whole, explain_failure, find_loan
+from offbeat.cutting.balance import cut_by_costs
+from offbeat.cutting.compare import Trial, explain_failure
+from offbeat.cutting.costs import Spans, cut_by_count
 from offbeat.cutting.cut import Balance, Cut, Wish, check_places
 from offbeat.cutting.doors import Call, Door, Journey, OnCall, Reached, first_of, read_calls
-from offbeat.cutting.ends import Ends, find_ends
+from offbeat.cutting.ends import Ends, look_for_ends
 from offbeat.cutting.stand_ins import StandIn
 from offbeat.cutting.traced import TracedCut
 from offbeat.errors import ConfigurationError, StageError
 from offbeat.nest import Nest
 from offbeat.stages.attributes import GONE, Change, rebound
 from offbeat.stages.compiled import uncompiled
-from offbeat.stages.trial import call, leave_untouched
+from offbeat.stages.trial import call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +72,32 @@ class BlocksCut(Cut):
         return cls(model=model, stages=wish.count, places=places, path=path)
 
     def make(self, batch: Nest, balance: Balance) -> "BlocksCut":
-        lend = find_loan(self.model, batch)
-        with lend(), leave_untouched([self.model]):
-            ends = find_ends(self.model, self.path, batch)
+        model, found = self.model, list[Ends]()
+        blocks = len(list(model.get_submodule(self.path).children()))
+        spans = Spans(model, [f"{self.path}.{number}" for number in range(blocks)])
+        look = partial(look_for_ends, model, self.path, batch, found)
+        trial = Trial(model, batch, first=spans.counted, look=look, light=self.absent is not None)
+        # Of the smallest pieces: a block each, with the prefix or the suffix at an end.
+        ends, costs = found[-1], [*spans.of_each().values()]
+        costs[-1] += spans.before  # the last stage runs the prefix again
         places = self.places
-        if places is None:
-            blocks = len(list(self.model.get_submodule(self.path).children()))
-            # The smallest pieces: a block each, with the prefix or the suffix at an end.
-            pieces = _stages_of(self.model, ends, range(1, blocks))
-            with explain_failure(self.model, self.path):
+        if places is None and balance is cut_by_count:
+            places = tuple(cut_by_costs(costs, self.stages))
+        elif places is None:
+            pieces = _stages_of(model, ends, range(1, blocks))
+            with explain_failure(model, self.path):
                 places = tuple(balance(pieces, batch, self.stages))
-        stages = _stages_of(self.model, ends, [int(place) for place in places])
-        compare_with_whole(self.model, stages, batch, self.path, lend)
-        return replace(self, places=places, modules=tuple(stages))
+        numbers = [int(place) for place in places]
+        stages = _stages_of(model, ends, numbers)
+        trial.compare(stages, self.path)
+        sums = tuple(sum(costs[a:b]) for a, b in pairwise([0, *numbers, blocks]))
+        return replace(self, places=places, modules=tuple(stages), costs=sums)
 
     def otherwise(self) -> TracedCut:
         paths = self.places and tuple(f"{self.path}.{place}" for place in self.places)
-        return TracedCut(model=self.model, stages=self.stages, places=paths)
+        return TracedCut(
+            model=self.model, stages=self.stages, places=paths, absent=self.absent
+        )
 
     def follow(self, changes: Sequence[Change]) -> None:
         for stage in self.modules:

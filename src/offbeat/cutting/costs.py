@@ -5,8 +5,8 @@ the device at hand.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -22,7 +22,7 @@ from offbeat.cutting.balance import cut_by_costs
 from offbeat.nest import Nest
 from offbeat.stages.lanes import Lane, NotRecordable
 from offbeat.stages.network import precision
-from offbeat.stages.trial import Whole, leave_untouched, outputs_of
+from offbeat.stages.trial import leave_untouched
 
 _REPEATS = 9
 _TRIES = 6
@@ -45,25 +45,38 @@ def count_operations(modules: Sequence[nn.Module], batch: Nest) -> list[float]:
     return counts
 
 
-def count_between(model: nn.Module, paths: Sequence[str], batch: Nest) -> dict[str, float]:
-    """Arithmetic from the call of each module to that of the next, in one forward of the model.
+class Spans:
+    """Arithmetic from the call of each of these modules to that of the next, in one forward."""
 
-    In the order of the calls, and of modules that are called once.
-    """
-    calls: list[tuple[str, float]] = []
-    with _OperationCounter() as counter, ExitStack() as hooks:
-        for path in paths:
-            hooks.enter_context(
-                model.get_submodule(path).register_forward_pre_hook(
-                    lambda *_, path=path: calls.append((path, counter.total))
+    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
+        self._model, self._paths = model, paths
+        self._calls: list[tuple[str, float]] = []
+        self._counter = _OperationCounter()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around the forward of the model."""
+        with self._counter, ExitStack() as hooks:
+            for path in self._paths:
+                hooks.enter_context(
+                    self._model.get_submodule(path).register_forward_pre_hook(
+                        lambda *_, path=path: self._calls.append((path, self._counter.total))
+                    )
                 )
-            )
-        outputs_of([Whole(model)], batch)
-    often = Counter(path for path, _ in calls)
-    once = {path: begin for path, begin in calls if often[path] == 1}
-    ends = [*once.values(), counter.total][1:]
-    begins = [0.0, *ends[:-1]]
-    return {path: end - begin for path, end, begin in zip(once, ends, begins, strict=True)}
+            yield
+
+    @property
+    def before(self) -> float:
+        """What comes before the first of them."""
+        return self._calls[0][1] if self._calls else self._counter.total
+
+    def of_each(self) -> dict[str, float]:
+        """In the order of the calls, and of modules that are called once."""
+        often = Counter(path for path, _ in self._calls)
+        once = {path: begin for path, begin in self._calls if often[path] == 1}
+        ends = [*once.values(), self._counter.total][1:]
+        begins = [0.0, *ends[:-1]]
+        return {path: end - begin for path, end, begin in zip(once, ends, begins, strict=True)}
 
 
 class _OperationCounter(TorchDispatchMode):

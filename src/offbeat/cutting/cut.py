@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from offbeat.cutting.absent import Absent
 from offbeat.cutting.costs import cut_by_count
 from offbeat.cutting.sharing import Sharing, share
 from offbeat.errors import ConfigurationError
@@ -63,6 +64,11 @@ class Cut(ABC):
     """Where stages begin: children, blocks or paths; None until a batch has decided it."""
     modules: tuple[nn.Module, ...] = ()
     """The stages; none until they are made, which may need a batch."""
+    costs: tuple[float, ...] | None = None
+    """Arithmetic of each on the first batch, where making them has counted it."""
+
+    absent: Absent | None = None
+    """What has no values, where the model was built on meta; lent random ones to be cut."""
 
     @classmethod
     @abstractmethod
@@ -137,8 +143,13 @@ class Cut(ABC):
     def check_batch(self, inputs: Sequence[Nest], micro_batches: int) -> None:  # noqa: B027
         """Prepares for inputs, one per replica, in so many parts, or refuses them."""
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether weights of all stages are read later, too."""
+        return False
+
     def trust(self, lent: Callable[[], AbstractContextManager[None]]) -> None:  # noqa: B027
-        """Says how to read weights that another process trains."""
+        """Says how to run what other processes hold, at some values."""
 
     def check_timing(self) -> None:  # noqa: B027
         """Refuses ``balance="measured"`` if the parts of this model cannot be timed alone."""

@@ -1,6 +1,6 @@
 """Which end of a model with a list of blocks uses what: before the blocks, or from there on.
 
-One forward in training shows it.
+Two forwards in training, one behind the other, show it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat import nest
 from offbeat.errors import ConfigurationError
 from offbeat.nest import Nest
-from offbeat.stages.trial import call, same_values, switch_mode
+from offbeat.stages.trial import call, same_values
 
 
 @dataclass
@@ -43,18 +43,22 @@ class Ends:
     """Buffers that are used and that no end writes, so that both may have the model's."""
 
 
-def find_ends(model: nn.Module, path: str, x: Nest) -> Ends:
-    """Runs a model once and says what belongs to which end."""
+@contextmanager
+def look_for_ends(model: nn.Module, path: str, x: Nest, found: list[Ends]) -> Iterator[None]:
+    """Around a first forward of a model: runs it once more and finds what belongs to which end.
+
+    What only the first forward writes, such as a cache of constants, any end may write.
+    """
     buffers = _BufferWatch(model, path)
-    with torch.no_grad(), switch_mode(model, training=True):
-        call(model, x)  # what only a first forward writes, a cache of constants, any end may write
+    watch = _Watch(model, path, buffers)
+    yield
+    with torch.no_grad():
         buffers.enter("before")
-        watch = _Watch(model, path, buffers)
         with watch.attached(), buffers.attached(), watch.uses:
-            watch.output = call(model, x)
+            watch.output = call(model, nest.replace(x, lambda t: t.clone()))
     watch.divide()
     buffers.divide(watch.ends)
-    return watch.ends
+    found.append(watch.ends)
 
 
 class _Uses(TorchDispatchMode):

@@ -7,7 +7,7 @@ What a later stage needs of an earlier one than its neighbour travels through th
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from offbeat import nest
 from offbeat.cutting.balance import cut_by_costs
-from offbeat.cutting.compare import compare_record, compare_with_whole, find_loan
-from offbeat.cutting.costs import count_between
+from offbeat.cutting.compare import Trial, compare_record
+from offbeat.cutting.costs import Spans
 from offbeat.cutting.cut import Balance, Cut, Wish
 from offbeat.cutting.record import SingleDraws
 from offbeat.errors import BatchError, ConfigurationError
@@ -36,6 +36,8 @@ class TracedCut(Cut):
     """A model split where named modules are called; without names the counted cost decides."""
 
     records: "Records | None" = None
+    own_values: bool = False
+    """Whether the model runs at its own weights alone."""
 
     @classmethod
     def plan(cls, wish: Wish) -> "TracedCut | None":
@@ -66,37 +68,56 @@ class TracedCut(Cut):
 
     def make(self, batch: Nest, balance: Balance) -> "TracedCut":  # noqa: ARG002
         model, paths = self.model, [str(path) for path in self.places or ()]
-        if self.places is None:
-            costs = count_between(model, candidates(model), batch)
-            if self.stages > len(costs):
-                raise ConfigurationError(
-                    f"{self.stages} stages, but one forward of this {type(model).__name__} calls"
-                    f" {len(costs)} modules once: give fewer stages, or a list of modules, one per"
-                    " stage."
-                )
-            paths = [[*costs][place] for place in cut_by_costs([*costs.values()], self.stages)]
-        from offbeat.cutting.records import RecordedStage, Records  # takes a second to import
-
+        if self.absent is not None:
+            raise ConfigurationError(
+                f"this {type(model).__name__} would have to be recorded, for which a process has"
+                " all weights, and it was built on meta: build it with its weights, or pass a list"
+                " of modules, one per stage."
+            )
         if (hook := hook_of([model])) is not None:
             raise ConfigurationError(
                 f"the hook {hook} would be called while this {type(model).__name__} is traced and"
                 " never again. Take it off, or pass a list of modules, one per stage."
             )
         _refuse_deciding_draws(model, batch)
-        lend = find_loan(model, batch)
-        records = Records(model, paths)
-        for training in (True, False):
-            with switch_mode(model, training=training), torch.set_grad_enabled(training):
-                records.find(batch)
-        stages = [RecordedStage(records, number) for number in range(self.stages)]
+        spans = Spans(model, candidates(model) if self.places is None else [])
         with _without_fast_path():
-            compare_with_whole(model, stages, batch, ", ".join(paths), lend, recorded=True)
-        return replace(self, places=tuple(paths), modules=tuple(stages), records=records)
+            trial = Trial(model, batch, recorded=True, first=spans.counted)
+            if self.places is None:
+                costs = spans.of_each()
+                if self.stages > len(costs):
+                    raise ConfigurationError(
+                        f"{self.stages} stages, but one forward of this {type(model).__name__}"
+                        f" calls {len(costs)} modules once: give fewer stages, or a list of modules,"
+                        " one per stage."
+                    )
+                paths = [[*costs][place] for place in cut_by_costs([*costs.values()], self.stages)]
+            from offbeat.cutting.records import RecordedStage, Records  # takes a second to import
+
+            records = Records(model, paths)
+            for training in (True, False):
+                with switch_mode(model, training=training), torch.set_grad_enabled(training):
+                    records.find(batch)
+            stages = [RecordedStage(records, number) for number in range(self.stages)]
+            trial.compare(stages, ", ".join(paths))
+        own_values = trial.lend is nullcontext
+        return replace(
+            self,
+            places=tuple(paths),
+            modules=tuple(stages),
+            records=records,
+            own_values=own_values,
+        )
 
     def copy(self) -> Self:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, about its own deprecations
             return super().copy()
+
+    @property
+    def needs_values(self) -> bool:
+        """What does not run at random weights is recorded again at those that were."""
+        return self.own_values
 
     def trust(self, lent: Callable[[], AbstractContextManager[None]]) -> None:
         if self.records is not None:

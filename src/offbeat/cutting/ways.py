@@ -1,7 +1,9 @@
 """The ways to cut a model. Joining ``WAYS`` is what adds one: see docs/add-a-cut.md."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from offbeat.cutting.absent import take_from_meta
 from offbeat.cutting.blocks import BlocksCut
 from offbeat.cutting.cut import Cut, Cuts, Model, Wish
 from offbeat.cutting.given import GivenCut
@@ -24,5 +26,6 @@ def plan_cut(
     for way in WAYS:
         cut = way.plan(wish)
         if cut is not None:
+            cut = replace(cut, absent=take_from_meta(cut.model))
             return cut if cut.needs_batch else cut.with_ties()
     raise TypeError(f"no way to cut a {type(model).__name__}")

@@ -73,6 +73,7 @@ def join(pipeline: Pipeline) -> None:
             engine.place(state["counts"], agreed=True)
         if not pipeline.is_built:
             pipeline.build(state["first"])
+        pipeline.models.make_room()
         pipeline.position.load(state["position"])
         pipeline.replicas.asked = state["asked"]
         engine.questions = state["questions"]

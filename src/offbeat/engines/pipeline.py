@@ -1,6 +1,6 @@
 """A run between the user's verbs and the workers: phases, fills, batches fed, losses owed."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -79,6 +79,13 @@ class Pipeline:
 
     def build(self, batch: Nest) -> None:
         """Makes the workers of this process."""
+        with self.models.on_trial():
+            self._make_workers(batch)
+        self.models.read()
+        if self.when_built is not None:
+            self.when_built()
+
+    def _make_workers(self, batch: Nest) -> None:
         self.first = batch
         self.cut = self.cut.decide(batch, self._balance)
         if self.setup.penalty is not None:
@@ -86,8 +93,9 @@ class Pipeline:
         if any(method.local_losses for method, _ in self._phases):
             self._refuse_ties()
         if self.engine.needs_costs:
-            none = [1.0] * self.cut.stages
-            costs = none if batch is None else count_operations(self.cut.modules, batch)
+            costs: Sequence[float] = self.cut.costs or [1.0] * self.cut.stages
+            if self.cut.costs is None and batch is not None:
+                costs = count_operations(self.cut.modules, batch)
             self.engine.place(counts_by(costs, len(self.engine.placement.row)))
         placement = self.engine.placement
         self.cut.sharing().refuse_overlaps(
@@ -102,8 +110,6 @@ class Pipeline:
                 # Now, not when a later phase begins, corrections say what they do not fit.
                 lags = [schedule.lags[stage.index] for schedule in self.setup.course.schedules]
                 stage.corrector.refuse_unfit(max(lags), stage.optimizers)
-        if self.when_built is not None:
-            self.when_built()
 
     def _refuse_ties(self) -> None:
         for stage, module in enumerate(self.cut.modules):
@@ -127,6 +133,7 @@ class Pipeline:
     def step(self, x: Nest, y: Nest) -> Tensor | None:
         """One batch through :attr:`schedule`; the loss that is due, None while the pipe fills."""
         x, y = nest.plain(x), nest.plain(y)
+        self.models.refuse_unread()
         self._enter_next_phase()
         schedule, step = self.schedule, self.position.step_in_fill
         shards = feed.divide(self, schedule, x, y)
@@ -235,6 +242,8 @@ class Pipeline:
 
     def weights(self) -> dict[str, Any]:
         """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
+        placement = self.engine.placement
+        self.models.refuse_all_at_once("state_dict()", alone=placement.is_whole)
         values: dict[int, Tensor] = {}
         with (
             self.stopping_on_error(alone=False),
@@ -244,7 +253,11 @@ class Pipeline:
             states = self.replicas.states()
             for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)
-                own = list(states.get(stage, entries).values())
+                known = states.get(stage)
+                own = [
+                    self.models.room_for(entry) if known is None else known[name]
+                    for name, entry in entries.items()
+                ]
                 everyone = self.engine.share_tensors(own, stage)
                 values |= {id(e): v for e, v in zip(entries.values(), everyone, strict=True)}
             state = self.cut.model.state_dict(keep_vars=True)
@@ -258,16 +271,18 @@ class Pipeline:
 
     def gather(self) -> nn.Module:
         """Makes the model of this process whole until the next step."""
-        here = self.engine.placement.stages_of(self.engine.placement.replicas_here[0])
+        placement = self.engine.placement
+        here = placement.stages_of(placement.replicas_here[0])
+        self.models.refuse_all_at_once("gather()", alone=placement.is_whole)
         stages = self.cut.modules if self.is_built else ()
         tensors = [[*module.parameters(), *module.buffers()] for module in stages]
-        with self.engine.between_steps(), self.models.lent(), torch.no_grad():
+        with self.engine.between_steps(), self.models.made_whole(), torch.no_grad():
             self._make_room(tensors, here)
             for stage, own in enumerate(tensors):
-                for tensor, value in zip(own, self.engine.share_tensors(own, stage), strict=True):
+                shared = self.engine.share_tensors(map(self.models.room_for, own), stage)
+                for tensor, value in zip(own, shared, strict=True):
                     if stage not in here:
-                        tensor.copy_(value)
-        self.models.show()
+                        self.models.give(tensor, value)
         return self.cut.model
 
     def _make_room(self, tensors: Sequence[Sequence[Tensor]], here: Collection[int]) -> None:
@@ -277,7 +292,7 @@ class Pipeline:
         for stage, shapes in chain.from_iterable(everyone):
             for tensor, shape in zip(tensors[stage], shapes, strict=True):
                 if list(tensor.shape) != shape:
-                    tensor.data = tensor.new_empty(shape)
+                    self.models.give(tensor, tensor.new_empty(shape))
 
     def save_pretrained(self, folder: Path) -> None:
         """Lets rank 0 write the model, by its own method, with what :meth:`weights` returns."""
@@ -297,7 +312,7 @@ class Pipeline:
         with self.engine.between_steps(), self.models.lent(), newest:
             model.save_pretrained(folder)
 
-    def load_weights(self, state: dict[str, Any]) -> None:
+    def load_weights(self, state: Mapping[str, Any]) -> None:
         workers = self.engine.workers
         flying = max((len(worker.stage.flights.in_air) for worker in workers), default=0)
         if self.stopped is None and flying:
