@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,13 +23,16 @@ from offbeat import nest
 from offbeat.averaging import (
     AVERAGINGS,
     CO2,
+    DPSGD,
     AllReduce,
     Averaging,
     CoCoD,
     DaSGD,
     DiLoCo,
     EagerDiLoCo,
+    HierarchicalSGD,
     LocalSGD,
+    NoLoCo,
     OverlapLocalSGD,
     PostLocalSGD,
     StreamingDiLoCo,
@@ -138,14 +141,12 @@ class Case:
     momentum: bool = False
 
 
-LAYERS = [56, 63, 48, 28]  # parameters of the four linear layers of ``mlp()``
-
-
-def coordinates(fragments: int) -> list[list[int]]:
-    """Coordinates of each fragment: layer i belongs to fragment i modulo their number."""
-    ends = torch.tensor([0, *LAYERS]).cumsum(0).tolist()
-    spans = [list(range(a, b)) for a, b in pairwise(ends)]
-    return [[c for span in spans[f::fragments] for c in span] for f in range(fragments)]
+RUNS = {
+    # The four linear layers of ``mlp()`` have 56, 63, 48 and 28 numbers; what runs of them have:
+    2: [list(range(119)), list(range(119, 195))],
+    3: [list(range(56)), list(range(56, 119)), list(range(119, 195))],
+}
+LAYERS = [list(range(56)), list(range(56, 119)), list(range(119, 167)), list(range(167, 195))]
 
 
 def nesterov(lr: float, momentum: float = 0.9) -> dict[str, Any]:
@@ -156,6 +157,12 @@ CASES = {
     "all-reduce": Case(AllReduce(), oracles.all_reduce, {}),
     "local": Case(LocalSGD(4), oracles.local_sgd, {"tau": 4}),
     "local, momentum": Case(LocalSGD(4), oracles.local_sgd, {"tau": 4}, momentum=True),
+    "local, offset": Case(LocalSGD(4, offset=1), oracles.local_sgd, {"tau": 4, "offset": 1}),
+    "post-local, offset": Case(
+        PostLocalSGD(3, switch=5, offset=1),
+        oracles.post_local_sgd,
+        {"tau": 3, "switch": 5, "offset": 1},
+    ),
     "post-local": Case(PostLocalSGD(3, switch=5), oracles.post_local_sgd, {"tau": 3, "switch": 5}),
     "dasgd": Case(DaSGD(4, 1), oracles.dasgd, {"tau": 4, "d": 1, "xi": 0.25}),
     "dasgd, momentum": Case(
@@ -187,17 +194,37 @@ CASES = {
     "streaming, three fragments": Case(
         StreamingDiLoCo(6, fragments=3, delay=2, mix=0.5, outer_lr=0.4),
         oracles.streaming_diloco,
-        {"tau": 6, "delay": 2, "alpha": 0.5, "fragments": coordinates(3)} | nesterov(0.4),
+        {"tau": 6, "delay": 2, "alpha": 0.5, "fragments": RUNS[3]} | nesterov(0.4),
+    ),
+    "streaming, named, merged where torchft does": Case(
+        StreamingDiLoCo(
+            6, fragments=[["4", "0"], ["2", "6.weight", "6.bias"]], delay=2, mix=0.5, offset=-2
+        ),
+        oracles.streaming_diloco,
+        {
+            "tau": 6, "delay": 2, "alpha": 0.5, "offset": -2,
+            "fragments": [LAYERS[0] + LAYERS[2], LAYERS[1] + LAYERS[3]],
+        } | nesterov(0.7),
     ),
     "streaming, uneven": Case(
         StreamingDiLoCo(5, fragments=2, delay=5, mix=0.25),
         oracles.streaming_diloco,
-        {"tau": 5, "delay": 5, "alpha": 0.25, "fragments": coordinates(2)} | nesterov(0.7),
+        {"tau": 5, "delay": 5, "alpha": 0.25, "fragments": RUNS[2]} | nesterov(0.7),
     ),
     "eager": Case(EagerDiLoCo(4), oracles.eager_diloco, {"tau": 4} | nesterov(0.7)),
     "co2": Case(
         CO2(3), oracles.co2,
         {"tau": 3, "outer_lr": 1.0, "outer_momentum": 0.5, "penalty": 1.0, "clip": None},
+    ),
+    "noloco": Case(
+        NoLoCo(3, outer_lr=0.6), oracles.noloco,
+        {"tau": 3, "outer_lr": 0.6, "outer_momentum": 0.5, "size": 2},
+    ),
+    "d-psgd": Case(DPSGD(), oracles.d_psgd, {"tau": 1}),
+    "d-psgd, less often": Case(DPSGD(3), oracles.d_psgd, {"tau": 3}),
+    "hierarchical": Case(
+        HierarchicalSGD(2, rounds=3, size=2), oracles.hierarchical_sgd,
+        {"tau": 2, "rounds": 3, "size": 2},
     ),
     "co2, clipped": Case(
         CO2(3, outer_lr=0.9, outer_momentum=0.2, penalty=2.0, clip=0.01), oracles.co2,
@@ -701,8 +728,7 @@ def test_hooks_of_all_optimizers_see_no_stand_in() -> None:
 
 
 def fragments(worker: Any) -> list[Any]:
-    found: list[Any] = worker.averager._fragments
-    return found
+    return list(worker.averager._fragments.values())
 
 
 def test_an_optimizer_that_cannot_be_asked_is_refused() -> None:

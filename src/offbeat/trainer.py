@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging import Averaging
+from offbeat.averaging.replicas import Whose
 from offbeat.averaging.sharding import Sampler
 from offbeat.checkpoints import Archive, Resumed
 from offbeat.corrections import Correction, Monitor
@@ -23,7 +24,6 @@ from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
 from offbeat.engines.shares import Count
 from offbeat.engines.status import Status
-from offbeat.errors import unknown
 from offbeat.faults import Faults
 from offbeat.guards import Guards
 from offbeat.methods import Method, Synchronous
@@ -228,14 +228,10 @@ class Trainer(Status):
 
     # ---------------------------------------------------------------- looking and saving
 
-    def evaluate(
-        self, loader: Iterable[tuple[Nest, Nest]], *, of: Literal["average", "replica"] = "average"
-    ) -> Evaluation:
-        """Loss and accuracy of the newest weights, undrained; ``of`` replicas their mean or one."""
+    def evaluate(self, loader: Iterable[tuple[Nest, Nest]], *, of: Whose = "average") -> Evaluation:
+        """Loss and accuracy of the newest weights, undrained; ``of`` as in :meth:`state_dict`."""
         self._refuse_if_stopped()
-        if of not in ("average", "replica"):
-            raise unknown("of", of, ("average", "replica"))
-        return evaluation.evaluate(self._pipeline, loader, first=of == "replica")
+        return evaluation.evaluate(self._pipeline, loader, of=of)
 
     def probe(self, x: Nest, y: Nest) -> dict[int, float]:
         """Per stage, the cosine of this batch's gradient at the stale and at the newest weights.
@@ -247,9 +243,13 @@ class Trainer(Status):
         checks.check_probe(self._pipeline.setup.monitor, self._pipeline.schedule)
         return probe.probe(self._pipeline, x, y)
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the newest weights and buffers of the unsplit model; of replicas their mean."""
-        return self._pipeline.weights()
+    def state_dict(self, *, of: Whose = "average") -> dict[str, Any]:
+        """A copy of the newest weights and buffers of the unsplit model.
+
+        ``of`` replicas their "average"; the first "replica" that there is, or one by its number;
+        or the "global" copy that rounds of DiLoCo and its like begin from.
+        """
+        return self._pipeline.weights(of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads weights of the unsplit model; in one process also the way on after an error."""
@@ -263,12 +263,12 @@ class Trainer(Status):
         self._refuse_if_stopped()
         return self._pipeline.gather()
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], *, of: Whose = "average") -> None:
         """Lets rank 0 write a model of transformers by its own method; all processes call it.
 
         What it writes is what :meth:`state_dict` returns.
         """
-        self._pipeline.save_pretrained(Path(folder))
+        self._pipeline.save_pretrained(Path(folder), of)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -14,6 +14,8 @@ from offbeat.methods.base import require_count
 OptimizerState = Literal["keep", "average", "reset"]
 Statistics = Literal["average", "local"]
 Compression = Literal["bf16", "int8"]
+Fragments = tuple[tuple[str, ...], ...]
+"""Per fragment the modules or weights in it, by their names in the unsplit model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,10 @@ class Plan:
     """Share of the replica's own deviation that survives a merge: the papers' xi or alpha."""
     progress: float | None = None
     """Share of what was learnt since the start that survives; by default ``keep``."""
-    fragments: int = 1
-    """Parts of the model that are averaged in turn."""
+    fragments: "int | Fragments" = 1
+    """Parts of the model that are averaged in turn: how many runs of blocks, or which modules."""
+    offset: int = 0
+    """Updates by which every average starts later, or below 0 earlier."""
     outer: Callable[[Tensor, int], Outer] = Mean
     """Called per fragment with the weights that all replicas start from, and their number."""
     partners: Callable[[int, int, int], Collection[int]] | None = None
@@ -132,8 +136,14 @@ class Plan:
         return members
 
     def starts_at(self, fragment: int) -> int:
-        """The update, modulo ``every``, after which a fragment's averages start."""
-        return ((fragment + 1) * self.every // self.fragments) % self.every
+        """The update, modulo ``every``, after which a fragment's averages start.
+
+        >>> plan = Plan(every=6, fragments=2, offset=-1)
+        >>> plan.starts_at(0), plan.starts_at(1)
+        (2, 5)
+        """
+        parts = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+        return ((fragment + 1) * self.every // parts + self.offset) % self.every
 
 
 def require_delay(delay: Any, every: int) -> None:
@@ -141,6 +151,15 @@ def require_delay(delay: Any, every: int) -> None:
         raise ConfigurationError(
             f"delay={delay!r}: an average is merged before the next one starts, so with"
             f" every={every} give a whole number from 0 to {every}."
+        )
+
+
+def require_offset(offset: Any, every: int) -> None:
+    if not isinstance(offset, int) or isinstance(offset, bool) or not -every < offset < every:
+        raise ConfigurationError(
+            f"offset={offset!r}: the updates by which averages start later than at the end of a"
+            f" round, below 0 earlier: with every={every} a whole number from {1 - every} to"
+            f" {every - 1}."
         )
 
 

@@ -163,7 +163,7 @@ class Engine(ABC):
 
     def gather_memory(self) -> list[StageMemory]:
         """What each stage of each replica holds now."""
-        return [worker.stage.memory() for worker in self.workers]
+        return [worker.memory() for worker in self.workers]
 
     def share_result(self, score: Score) -> Evaluation:
         """The evaluation of the last stage, wherever it is asked for."""

@@ -33,7 +33,15 @@ def start_engine(
     where = checked_machines(machines)
     outlive = checks.outlives(when_replica_dies, setup.averaging)
     if kind == "processes":
-        return Processes(cut.stages, setup.replicas, setup.device, timeout, where, outlive=outlive)
+        return Processes(
+            cut.stages,
+            setup.replicas,
+            setup.device,
+            timeout,
+            where,
+            outlive=outlive,
+            in_circles=setup.averages_with_some,
+        )
     where.counts(cut.stages, 1, 1)
     if kind == "streams":
         checks.check_streams(setup.device, setup.replicas, setup.averaging, setup.guards)

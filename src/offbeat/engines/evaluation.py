@@ -18,6 +18,7 @@ from offbeat.stages.network import Loss, precision
 from offbeat.stages.trial import call, keep_modes
 
 if TYPE_CHECKING:
+    from offbeat.averaging.replicas import Whose
     from offbeat.engines.pipeline import Pipeline
 
 
@@ -78,9 +79,10 @@ def _hits(output: Nest, target: Nest) -> int | None:
 
 
 def evaluate(
-    pipeline: "Pipeline", loader: Iterable[tuple[Nest, Nest]], *, first: bool
+    pipeline: "Pipeline", loader: Iterable[tuple[Nest, Nest]], *, of: "Whose"
 ) -> Evaluation:
-    """``first``: of the first replica as it is, in place of the mean of all."""
+    """``of``: which replicas' weights."""
+    pipeline.replicas.check(of)
     setup, engine, model = pipeline.setup, pipeline.engine, pipeline.cut.model
     context = partial(precision, setup.device, setup.autocast)
     score = Score(setup.loss, context)
@@ -93,7 +95,7 @@ def evaluate(
         torch.no_grad(),
     ):
         model.eval()
-        states = pipeline.replicas.states(first=first)
+        states = pipeline.replicas.states(of)
         shown = engine.shown_workers()
         for number, (x, y) in enumerate(pairs_of(loader, "evaluate")):
             check_devices(nest.tensors([x, y]), setup.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.replicas import Replicas, mean_of, state_of
+from offbeat.averaging.replicas import Replicas, Whose, mean_of, state_of
 from offbeat.cutting.costs import count_operations, cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
 from offbeat.engines import checks, feed
@@ -229,15 +229,16 @@ class Pipeline:
 
     # ---------------------------------------------------------------- weights
 
-    def weights(self) -> dict[str, Any]:
-        """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
+    def weights(self, of: Whose = "average") -> dict[str, Any]:
+        """A copy of the newest, under the names of the unsplit model; ``of`` which replicas."""
+        self.replicas.check(of)
         values: dict[int, Tensor] = {}
         with (
             self.stopping_on_error(alone=False),
             self.engine.between_steps(),
             self.models.lent(),
         ):
-            states = self.replicas.states()
+            states = self.replicas.states(of)
             for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)
                 own = list(states.get(stage, entries).values())
@@ -275,7 +276,7 @@ class Pipeline:
                 if list(tensor.shape) != shape:
                     tensor.data = tensor.new_empty(shape)
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, of: Whose) -> None:
         """Lets rank 0 write the model, by its own method, with what :meth:`weights` returns."""
         model: Any = self.cut.model
         if not hasattr(model, "save_pretrained"):
@@ -284,7 +285,7 @@ class Pipeline:
                 " have. Take state = trainer.state_dict() in all processes, and torch.save(state,"
                 " ...) in one."
             )
-        state = self.weights()
+        state = self.weights(of)
         if self.engine.rank > 0:
             return
         entries = model.state_dict(keep_vars=True)

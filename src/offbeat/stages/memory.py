@@ -28,6 +28,10 @@ class StageMemory:
     """Activations in graphs, or stored inputs."""
     correction_bytes: int = 0
     """What corrections and monitors keep: earlier steps, weights that forwards have read."""
+    averaging_bytes: int = 0
+    """What averages keep: global copies, what an outer optimizer remembers, averages under way."""
+    average_sends_bytes: int = 0
+    """What a replica sends to another one in a round, once all its averages have been started."""
 
 
 class Storages:
