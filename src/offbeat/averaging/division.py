@@ -1,4 +1,4 @@
-"""Which weights of a stage each fragment has: runs of blocks about equally large, or those named."""
+"""Which weights of a stage each fragment has: runs of equally large blocks, or those named."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
