@@ -166,7 +166,10 @@ CASES = {
     "post-local": Case(PostLocalSGD(3, switch=5), oracles.post_local_sgd, {"tau": 3, "switch": 5}),
     "dasgd": Case(DaSGD(4, 1), oracles.dasgd, {"tau": 4, "d": 1, "xi": 0.25}),
     "dasgd, momentum": Case(
-        DaSGD(4, 2, 0.5), oracles.dasgd, {"tau": 4, "d": 2, "xi": 0.5}, momentum=True
+        DaSGD(4, 2, 0.5, optimizer_state="keep"),
+        oracles.dasgd,
+        {"tau": 4, "d": 2, "xi": 0.5},
+        momentum=True,
     ),
     "dasgd, no delay": Case(DaSGD(3, 0, 0.4), oracles.dasgd, {"tau": 3, "d": 0, "xi": 0.4}),
     "dasgd, whole round": Case(DaSGD(3, 3, 0.4), oracles.dasgd, {"tau": 3, "d": 3, "xi": 0.4}),
@@ -802,6 +805,49 @@ def test_momentum_of_sparse_gradients_is_averaged_like_that_of_dense_ones(
         torch.testing.assert_close(ends[1][name], dense)
 
 
+@pytest.mark.parametrize(
+    ("averaging", "expected"),
+    [
+        (LocalSGD(4), "keep"),
+        (DaSGD(4, 1), "average"),
+        (DaSGD(4, 0), "keep"),
+        (DaSGD(4, 1, progress=1.0), "keep"),
+        (CoCoD(4), "keep"),
+        (DaSGD(4, 4), "keep"),
+        (StreamingDiLoCo(4, delay=1), "average"),
+        (OverlapLocalSGD(4), "keep"),
+        (CO2(4), "keep"),
+        (AllReduce(), "keep"),
+        (DaSGD(4, 1, optimizer_state="reset"), "reset"),
+    ],
+    ids=str,
+)
+def test_velocity_is_pulled_back_with_weights(averaging: Averaging, expected: str) -> None:
+    assert averaging.state_at_merge == expected
+    named = replace(averaging, optimizer_state=expected)  # type: ignore[arg-type]
+    ours, theirs = (
+        rows_now(run(one, 9, optimizer=OPTIMIZERS["momentum"])) for one in (averaging, named)
+    )
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize(("policy", "stable"), [("keep", False), (None, True)])
+def test_dasgd_is_stable_by_default_where_kept_velocity_is_not(policy: Any, stable: bool) -> None:
+    """lr x curvature 0.7: above what benchmarks/stability finds for kept momentum, 0.585."""
+    trainer = offbeat.Trainer(
+        Point(),
+        loss=lambda output, _: 0.35 * (output**2).sum(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.9),
+        replicas=2,
+        averaging=DaSGD(4, 1, optimizer_state=policy),
+    )
+    c = torch.tensor([[1.0], [1.0]]).double()
+    trainer.step(c, torch.zeros(2))
+    for _ in range(200):
+        trainer.step(c * 0, torch.zeros(2))
+    assert (abs(float(rows_now(trainer)[0])) < 1) is stable
+
+
 def test_statistics_stay_local_and_are_averaged_for_export() -> None:
     batches = image_batches(4, rows=8)
     trainers = {
@@ -948,8 +994,49 @@ def test_compressed_training_follows_the_uncompressed() -> None:
         (lambda: trainer_with(3), r"averaging=3: give an object such as DaSGD"),  # type: ignore[arg-type]
         (
             lambda: trainer_with(StreamingDiLoCo(9, fragments=5), cuts=[2]),
-            r"fragments=5, but stage 0 has 1 layers with weights",
+            r"fragments=5, but stage 0 has 1 layers with weights: give at most 1, or cut the model"
+            r" into fewer stages",
         ),
+        (
+            lambda: trainer_with(StreamingDiLoCo(9, fragments=5), stages=1),
+            r"fragments=5, but stage 0 has 4 layers with weights: give at most 4\.$",
+        ),
+        (lambda: LocalSGD(4, offset=4), r"offset=4: .* with every=4 a whole number from -3 to 3"),
+        (lambda: StreamingDiLoCo(4, offset=True), r"offset=True: the updates by which averages"),
+        (
+            lambda: StreamingDiLoCo(9, fragments=[["0", "2"], "4"]),
+            r"fragments=\[\['0', '2'\], '4'\]: give a number, or for each fragment the names",
+        ),
+        (lambda: StreamingDiLoCo(1, fragments=[["0"], ["2"]]), r"fragments=2 in rounds of every=1"),
+        (
+            lambda: trainer_with(StreamingDiLoCo(9, fragments=[["0", "2"], ["4", "7"]])),
+            r"fragments name '7', and the model has no weight .* Its weights: 0.bias, 0.weight, 2",
+        ),
+        (
+            lambda: trainer_with(StreamingDiLoCo(9, fragments=[["0", "2"], ["4"]])),
+            r"weight '6.weight' of stage 0 is in no fragment: every weight that is trained",
+        ),
+        (
+            lambda: trainer_with(StreamingDiLoCo(9, fragments=[["0", "2", "4"], ["6", "4.bias"]])),
+            r"weight '4.bias' of stage 0 is in fragments 0 and 1",
+        ),
+        (lambda: DiLoCo(4, outer_optimizer="adam"), r"outer_optimizer='adam': give a function of"),  # type: ignore[arg-type]
+        (
+            lambda: DiLoCo(4, outer_optimizer=torch.optim.AdamW, outer_lr=0.1),
+            r"outer_lr, outer_momentum and nesterov are settings of the one it replaces",
+        ),
+        (
+            lambda: run(DiLoCo(4, outer_optimizer=torch.optim.LBFGS), 1),
+            r"outer_optimizer\(params\) returned a LBFGS: return a torch.optim optimizer that",
+        ),
+        (
+            lambda: run(DiLoCo(4, outer_optimizer=lambda p: torch.optim.SGD(p[:3], lr=1.0)), 1),
+            r"got 8 parameters and its optimizers hold 3: each must be in exactly one",
+        ),
+        (lambda: run(DaSGD(4, 1), 1).state_dict(of="global"), r"DaSGD keeps no copy of the"),
+        (lambda: run(AllReduce(), 1).state_dict(of="global"), r"AllReduce keeps no copy"),
+        (lambda: run(DiLoCo(4), 1).state_dict(of=2), r"of=2: there are 2 replicas, so give"),
+        (lambda: run(DiLoCo(4), 1).state_dict(of="mean"), r"unknown of 'mean'"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_bad_settings_get_words(make: Callable[[], object], words: str) -> None:

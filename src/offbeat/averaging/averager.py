@@ -58,8 +58,11 @@ class Averager:
         self._trainable = stage.trainable
         if self._plan is None or averaging.warmup:
             _refuse_sparse_only(averaging, stage)
-        if self._plan is not None and self._plan.partners is not None:
-            _refuse_for_partners(averaging)
+        if self._plan is not None and self._plan.partners is not None and not averaging.exact:
+            raise ConfigurationError(
+                f"{averaging}: exact=False sends one sum over all replicas, and here a replica"
+                " averages with its partners only. Use exact=True."
+            )
         self._parts = divide(stage, self._plan.fragments if self._plan else 1, stages)
         self._fragments: dict[int, Fragment] = {}
         """By number; a fragment may have nothing in this stage."""
@@ -221,22 +224,6 @@ class Averager:
         """Weights were loaded from elsewhere: nothing of the past counts."""
         self._fragments = {}
         self._local_from = max(self._averaging.warmup, self._stage.version)
-
-
-def _refuse_for_partners(averaging: Averaging) -> None:
-    """What needs something of all replicas, where each hears of its partners alone."""
-    why = None
-    if not averaging.exact:
-        why = "exact=False sends one sum over all replicas"
-    elif averaging.compress is not None:
-        why = (
-            f"compress={averaging.compress!r} sends weights as the way from a point that all"
-            " replicas know"
-        )
-    if why is not None:
-        raise ConfigurationError(
-            f"{averaging}: {why}, and here a replica averages with its partners only. Leave it out."
-        )
 
 
 def _refuse_sparse_only(averaging: Averaging, stage: Stage) -> None:

@@ -39,8 +39,8 @@ class Fragment:
         self._stage = stage
         self._plan = plan
         self._replicas = replicas
-        self._policy = averaging.optimizer_state
-        self._progress = plan.keep if plan.progress is None else plan.progress
+        self._policy = averaging.state_at_merge
+        self._progress = plan.kept_progress
         self.outer = plan.outer(weights, replicas)
         self.outer.learn_shapes(tuple(tuple(p.shape) for p in parameters))
         self.sent_bytes = 0
@@ -65,8 +65,11 @@ class Fragment:
         return next(iter(self.under_way), None)
 
     def members(self) -> list[set[int]] | None:
-        """Per replica whose parts it needs of the average that starts next; None: all of all's."""
-        if self._plan.partners is None:
+        """Per replica whose parts it needs of the average that starts next; None: all of all's.
+
+        All, too, where parts are measured from the last average of all.
+        """
+        if self._plan.partners is None or self._known is not None:
             return None
         everyone = range(self._replicas)
         return [self._plan.members(self._rounds, replica, self._replicas) for replica in everyone]
@@ -93,10 +96,12 @@ class Fragment:
         mean, left = None, None
         if gathered is not None:
             left = self.under_way.pop(version)
-            gathered = self._of_partners(left.round, gathered)
+            of_all, gathered = gathered, self._of_partners(left.round, gathered)
             mean = self._mean_of(gathered)
             if left.known is not None:
                 mean = self._known = left.known + mean
+                if gathered is not of_all:  # what partners agree on the others do not know
+                    self._known = left.known + self._mean_of(of_all)
         self._now = now = flatten(self.parameters, self._now)
         target = self.outer.target(mean, now)
         if target is None:

@@ -33,14 +33,22 @@ def stepped(
         for piece, shape in zip(start.clone().split(sizes), shapes, strict=True)
     ]
     optimizers = _made(make, parameters)
-    for optimizer, state in zip(optimizers, memory or [None] * len(optimizers), strict=True):
-        if state is not None:
-            optimizer.load_state_dict(nest.replace(state, lambda tensor: tensor.clone()))
+    for optimizer, own in zip(optimizers, memory, strict=False):  # there is none at first
+        _put_back(optimizer, nest.replace(own, lambda tensor: tensor.clone()))
     for parameter, piece in zip(parameters, gradient.split(sizes), strict=True):
         parameter.grad = piece.view(parameter.shape).clone()
     for optimizer in optimizers:
         optimizer.step()
     return flatten(parameters), [optimizer.state_dict() for optimizer in optimizers]
+
+
+def _put_back(optimizer: Optimizer, own: dict[str, Any]) -> None:
+    """As ``load_state_dict`` does, but without casting: NAdam multiplies in another precision."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for place, state in own["state"].items():
+        optimizer.state[parameters[place]] = state
+    for group, settings in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        group.update({name: value for name, value in settings.items() if name != "params"})
 
 
 def _made(make: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter]) -> Any:

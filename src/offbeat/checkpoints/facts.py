@@ -3,12 +3,14 @@
 import hashlib
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offbeat.averaging import Averaging
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import describe
@@ -37,7 +39,7 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
         "stages": cut.stages,
         "cuts": None if cut.places is None else list(cut.places),
         "replicas": setup.replicas,
-        "averaging": describe(setup.averaging),
+        "averaging": _describe_averaging(setup.averaging),
         "corrections": [describe(correction) for correction in setup.course.corrections],
         "monitor": describe(setup.monitor),
         "guards": describe(setup.guards),
@@ -48,6 +50,13 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
         "layers": _digest_layers(cut.model),
         "state_format": STATE_FORMAT,
     }
+
+
+def _describe_averaging(averaging: Averaging | None) -> str:
+    """With what its defaults come to, which may differ between versions."""
+    if averaging is None:
+        return describe(None)
+    return describe(replace(averaging, optimizer_state=averaging.state_at_merge))
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:
