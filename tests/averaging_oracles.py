@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,9 +70,13 @@ def local_sgd(
     *,
     lr: float,
     tau: int,
+    offset: int = 0,
     momentum: float = 0.0,
 ) -> History:
-    """Local SGD, Stich 2019 (arXiv 1805.09767): at k = r tau, x^i <- (1/m) sum_j x^j."""
+    """Local SGD, Stich 2019 (arXiv 1805.09767): at k = r tau, x^i <- (1/m) sum_j x^j.
+
+    ``offset``: at k = r tau + offset, of which the first may be r = 0.
+    """
     x = copies(starts)
     v = [torch.zeros_like(x_i) for x_i in x]  # local momentum, never touched by the averaging
     history = [copies(x)]
@@ -79,7 +84,7 @@ def local_sgd(
         for i in range(len(x)):
             v[i] = momentum * v[i] + gradient(i, k, x[i])
             x[i] = x[i] - lr * v[i]
-        if k % tau == 0:
+        if (k - offset) % tau == 0:
             z = mean(x)
             for i in range(len(x)):
                 x[i] = z
@@ -301,12 +306,13 @@ def streaming_diloco(
     outer_momentum: float,
     nesterov: bool,
     fragments: list[list[int]],
+    offset: int = 0,
 ) -> History:
     """Streaming DiLoCo, Douillard et al. 2025 (arXiv 2501.18512): H there is ``tau`` here, and tau
     there is ``delay``.
 
     Fragment p (from 0) of P starts its averages at the steps k >= 1 with
-    k mod tau = ((p + 1) tau // P) mod tau:
+    k mod tau = ((p + 1) tau // P + offset) mod tau:
 
         Delta_{m,p} = theta_p(global) - theta_{m,p};  start the mean Delta_p
 
@@ -332,7 +338,7 @@ def streaming_diloco(
             x[i] = x[i] - lr * gradient(i, k, x[i])
         for p in range(count):
             index = fragments[p]
-            starts_now = k % tau == ((p + 1) * tau // count) % tau
+            starts_now = k % tau == ((p + 1) * tau // count + offset) % tau
 
             if delay == 0 and starts_now:
                 handle[p] = mean([theta[p] - x[i][index] for i in range(len(x))])
@@ -455,11 +461,12 @@ def post_local_sgd(
     lr: float,
     tau: int,
     switch: int,
+    offset: int = 0,
 ) -> History:
     """Post-local SGD, Lin et al. 2020 (arXiv 1808.07217): H(t) = 1 until ``switch``, then tau.
 
     The first ``switch`` steps apply the mean of the gradients (from equal starts that is H = 1);
-    after that local SGD, with boundaries at k = switch + r tau, r >= 1.
+    after that local SGD, with boundaries at k = switch + r tau + offset, k > switch.
     """
     check_common(starts)
     x = copies(starts)
@@ -472,9 +479,110 @@ def post_local_sgd(
         else:
             for i in range(len(x)):
                 x[i] = x[i] - lr * gradient(i, k, x[i])
-            if (k - switch) % tau == 0:
+            if (k - switch - offset) % tau == 0:
                 z = mean(x)
                 for i in range(len(x)):
                     x[i] = z
+        history.append(copies(x))
+    return history
+
+
+def noloco(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    size: int,
+) -> History:
+    """NoLoCo, Kolehmainen et al. 2025 (arXiv 2506.10911), as in an author's program
+    (github.com/jkolehm/noloco, src/noloco/sparse_optimizer_c.py, commit 006b799): at step k = r tau
+    a permutation of the m workers is drawn from numpy's generator of seed k + 1; its i-th entry is
+    in group i mod n, n being how many groups there are. With n_G the size of a worker's group G:
+
+        mean   = (1/n_G) sum_{j in G} phi^j;  mean_g = (1/n_G) sum_{j in G} (x^j - phi^j)
+        delta^i <- alpha delta^i + beta mean_g + beta (mean - phi^i)
+        phi^i   <- phi^i + delta^i;  x^i <- phi^i
+
+    The program wants groups of the same size. Where m is no multiple, n is rounded up.
+    """
+    check_common(starts)
+    x, phi, m = copies(starts), copies(starts), len(starts)
+    delta = [torch.zeros_like(x_i) for x_i in x]
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(m):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % tau == 0:
+            groups: list[list[int]] = [[] for _ in range((m + size - 1) // size)]
+            for place, worker in enumerate(np.random.default_rng(k + 1).permutation(m)):
+                groups[place % len(groups)].append(int(worker))
+            for group in groups:
+                mean_phi = mean([phi[j] for j in group])
+                mean_g = mean([x[j] - phi[j] for j in group])
+                for i in group:
+                    towards = mean_phi - phi[i]
+                    delta[i] = outer_momentum * delta[i] + outer_lr * mean_g + outer_lr * towards
+                for i in group:
+                    phi[i] = phi[i] + delta[i]
+                    x[i] = phi[i]
+        history.append(copies(x))
+    return history
+
+
+def d_psgd(starts: list[Tensor], gradient: Gradient, steps: int, *, lr: float, tau: int) -> History:
+    """D-PSGD, Lian et al. 2017 (arXiv 1705.09056), over a ring of m workers:
+
+        x^i_{k+1} = sum_j W_ij x^j_k - eta g^i(x^i_k)
+
+    with W_ij = 1/3 for i and its two neighbours, and 1/m in rings of fewer than three. With tau
+    above 1 the tau local steps from the last exchange are taken as one:
+    x^i_{r tau} = sum_j W_ij x^j_{(r-1) tau} + (their sum).
+    """
+    check_common(starts)
+    x, before, m = copies(starts), copies(starts), len(starts)
+    W = torch.zeros(m, m, dtype=torch.float64)
+    for i in range(m):
+        ring = sorted({(i - 1) % m, i, (i + 1) % m})
+        W[i, ring] = 1 / len(ring)
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(m):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % tau == 0:
+            mixed = W @ torch.stack(before)
+            x = [mixed[i] + (x[i] - before[i]) for i in range(m)]
+            before = copies(x)
+        history.append(copies(x))
+    return history
+
+
+def hierarchical_sgd(
+    starts: list[Tensor],
+    gradient: Gradient,
+    steps: int,
+    *,
+    lr: float,
+    tau: int,
+    rounds: int,
+    size: int,
+) -> History:
+    """Hierarchical local SGD, Lin et al. 2020 (arXiv 1808.07217), with H = ``tau`` and H^b =
+    ``rounds``: at k = r tau each block of ``size`` workers takes its mean; where r is a multiple of
+    H^b, all take the mean of all.
+    """
+    x, m = copies(starts), len(starts)
+    history = [copies(x)]
+    for k in range(1, steps + 1):
+        for i in range(m):
+            x[i] = x[i] - lr * gradient(i, k, x[i])
+        if k % (tau * rounds) == 0:
+            x = [mean(x)] * m
+        elif k % tau == 0:
+            blocks = [x[first : first + size] for first in range(0, m, size)]
+            x = [mean(block) for block in blocks for _ in block]
         history.append(copies(x))
     return history

@@ -52,7 +52,9 @@ from offbeat.methods import (
 STEPS = 11
 ROWS = 8
 
-SETTINGS: dict[str, Any] = {"every": 3, "delay": 2, "switch": 4, "times": 3.0}
+SETTINGS: dict[str, Any] = {
+    "every": 3, "delay": 2, "switch": 4, "times": 3.0, "size": 2, "rounds": 2
+}  # fmt: skip
 """For settings without a default, by name."""
 
 

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -93,15 +97,38 @@ def data_parallel(model: str, optimizer: str) -> State:
     return network.state_dict()
 
 
-def average_periodically(model: str, optimizer: str, every: int) -> State:
+def average_periodically(model: str, optimizer: str, every: int, warmup: int) -> State:
     """Torch's averager; it begins after its warm-up with an update that is averaged."""
     join()
     network, batches = job_of(model)
-    averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
+    averager = PeriodicModelAverager(period=every, warmup_steps=warmup)
     steps = OPTIMIZERS[optimizer](network.parameters())
     for x, y in (own_rows(*batch) for batch in batches):
         steps.zero_grad()
         nn.functional.cross_entropy(network(x), y).backward()
         steps.step()
         averager.average_parameters(network.parameters())
+    return network.state_dict()
+
+
+def post_local(model: str, optimizer: str, every: int, switch: int) -> State:
+    """DistributedDataParallel up to ``switch``, then torch's ``PostLocalSGDOptimizer``."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # warns of torch's own jit
+
+    join()
+    network, batches = job_of(model)
+    parallel = DistributedDataParallel(network)
+    state = PostLocalSGDState(
+        process_group=None,
+        subgroup=None,
+        start_localSGD_iter=switch,
+        post_local_gradient_allreduce=False,
+    )
+    parallel.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=every, warmup_steps=switch)
+    steps = PostLocalSGDOptimizer(OPTIMIZERS[optimizer](parallel.parameters()), averager)
+    for x, y in (own_rows(*batch) for batch in batches):
+        steps.zero_grad()
+        nn.functional.cross_entropy(parallel(x), y).backward()
+        steps.step()
     return network.state_dict()

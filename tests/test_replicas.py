@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,24 @@ from helpers import OPTIMIZERS, assert_same_bits, trainer_for
 from offbeat.averaging import (
     AVERAGINGS,
     CO2,
+    DPSGD,
     AllReduce,
     Averaging,
     DaSGD,
     DiLoCo,
     EagerDiLoCo,
+    HierarchicalSGD,
     LocalSGD,
+    NoLoCo,
     PostLocalSGD,
     StreamingDiLoCo,
 )
 from offbeat.errors import BatchError, ConfigurationError, WorkerLost
 from offbeat.faults import Faults
 from offbeat.methods import ADL, DSP, Method, StaleWeights, Synchronous
+from offbeat.transport.base import Key
+from offbeat.transport.groups import Collectives
+from offbeat.transport.link import Connection
 from test_averaging import example_of
 from test_docs import AVERAGE, blocks
 
@@ -60,6 +67,13 @@ def whatever_else_joins() -> list[Job]:
     return [("dropout", StaleWeights(), example, 2, 2, {}) for example in examples]
 
 
+def among_some(gossip: Averaging) -> list[Job]:
+    """Four replicas, of which not all average with all."""
+    ring = DPSGD(2, optimizer_state="average")
+    some = [gossip, NoLoCo(2), ring, HierarchicalSGD(2, size=2, rounds=2), NoLoCo(2, size=3)]
+    return [("dropout", StaleWeights(), averaging, 4, 1, {}) for averaging in some]
+
+
 @pytest.fixture
 def gossip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Averaging:
     """The worked example of docs/add-an-averaging.md, in a file that processes can import."""
@@ -84,8 +98,7 @@ def test_processes_give_the_bits_of_one(layout: str, processes: int, gossip: Ave
     """Replicas times stages: one of each in a process, several stages, or several replicas."""
     todo = ALONE
     if layout == "2 x 2":
-        in_pairs: Job = ("dropout", StaleWeights(), gossip, 4, 1, {})
-        todo = [*TIMES_STAGES, *whatever_else_joins(), in_pairs]
+        todo = [*TIMES_STAGES, *whatever_else_joins(), *among_some(gossip)]
     elif layout == "2 x 3":
         whole = [job for job in TIMES_STAGES if not isinstance(job[2], StreamingDiLoCo)]
         todo = [(*job[:4], 3, job[5]) for job in whole]
@@ -99,6 +112,47 @@ def test_processes_give_the_bits_of_one(layout: str, processes: int, gossip: Ave
             assert_same_bits(ours["after"], alone["after"])
             for name in ("evaluations", "lags", "losses", "merges"):
                 assert ours[name] == alone[name], (job, rank, name)
+
+
+def count_messages(averaging: Averaging) -> dict[str, int]:
+    """What this process sends to each other one in six updates of its own replica."""
+    network, batches = jobs.job_of("dropout")
+    trainer = trainer_for(network, stages=1, replicas=4, averaging=averaging)
+    sent: Counter[str] = Counter()
+    put = Connection.put
+
+    def counted(self: Connection, key: Key, message: Any) -> None:
+        sent[f"{key.what} to {self.threads[0].name.rpartition('-')[2]}"] += 1
+        put(self, key, message)
+
+    gathered = Collectives.gather
+
+    def to_all(self: Collectives, key: Key, parts: Any, *, summed: bool) -> None:
+        sent[f"{key.what} to all"] += 1
+        gathered(self, key, parts, summed=summed)
+
+    Connection.put, Collectives.gather = counted, to_all  # type: ignore[method-assign]
+    try:
+        for x, y in trainer.batches((batches * 2)[:6]):
+            trainer.step(x, y)
+    finally:
+        Connection.put, Collectives.gather = put, gathered  # type: ignore[method-assign]
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "expected"),
+    [
+        (LocalSGD(2), [{"weights to all": 3}] * 4),
+        (DPSGD(2), [{f"weights to {(r + s) % 4}": 3 for s in (-1, 1)} for r in range(4)]),
+        (HierarchicalSGD(1, size=2, rounds=9), [{f"weights to {r ^ 1}": 6} for r in range(4)]),
+    ],
+    ids=str,
+)
+def test_weights_are_sent_to_those_alone_who_average_them(
+    averaging: Averaging, expected: list[dict[str, int]]
+) -> None:
+    assert offbeat.launch(count_messages, 4, averaging, timeout_s=200) == expected
 
 
 def average_moments_of_some() -> list[dict[str, Any]]:

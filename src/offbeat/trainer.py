@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offbeat import nest
 from offbeat.averaging import Averaging
+from offbeat.averaging.replicas import Whose
 from offbeat.averaging.sharding import Sampler
 from offbeat.checkpoints import Archive, Resumed, open_weights, shards
 from offbeat.corrections import Correction, Monitor
@@ -25,7 +26,6 @@ from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.setup import Setup, choose_course
 from offbeat.engines.shares import Count
 from offbeat.engines.status import Status
-from offbeat.errors import unknown
 from offbeat.faults import Faults
 from offbeat.guards import Guards
 from offbeat.methods import Method, Synchronous
@@ -240,27 +240,25 @@ class Trainer(Status):
         loader: Iterable[Nest],
         *,
         metrics: Mapping[str, Metric] | None = None,
-        of: Literal["average", "replica"] = "average",
+        of: Whose = "average",
     ) -> Evaluation:
-        """Loss and accuracy of the newest weights, undrained; ``of`` replicas their mean or one.
+        """Loss and accuracy of the newest weights, undrained; ``of`` as in :meth:`state_dict`.
 
         ``metrics`` are functions ``metric(output, target)`` of all batches together, by name; where
         a batch is a mapping, the target is its ``labels``.
         """
         with self._verb("evaluate()"):
             found = evaluation.checked_metrics(metrics)
-            return evaluation.evaluate(self._pipeline, loader, found, first=_is_one(of))
+            return evaluation.evaluate(self._pipeline, loader, found, of=of)
 
-    def predict(
-        self, loader: Iterable[Nest], *, of: Literal["average", "replica"] = "average"
-    ) -> list[Nest]:
+    def predict(self, loader: Iterable[Nest], *, of: Whose = "average") -> list[Nest]:
         """The model's outputs for every batch by the newest weights, undrained, in all processes.
 
         The loader's batches may be (x, y), x alone if it is a tensor, or mappings. Outputs are
         tensors in tuples, lists and dicts.
         """
         with self._verb("predict()"):
-            return evaluation.predict(self._pipeline, loader, first=_is_one(of))
+            return evaluation.predict(self._pipeline, loader, of=of)
 
     @contextmanager
     def predictor(self) -> Iterator[Callable[[Nest], Nest]]:
@@ -278,10 +276,14 @@ class Trainer(Status):
             checks.check_probe(self._pipeline.setup.monitor, self._pipeline.schedule)
             return probe.probe(self._pipeline, nest.plain(x), nest.plain(y))
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the newest weights and buffers of the unsplit model; of replicas their mean."""
+    def state_dict(self, *, of: Whose = "average") -> dict[str, Any]:
+        """A copy of the newest weights and buffers of the unsplit model.
+
+        ``of`` replicas their "average"; the first "replica" that there is, or one by its number;
+        or the "global" copy that rounds of DiLoCo and its like begin from.
+        """
         with self._pipeline.verb("state_dict()"):
-            return self._pipeline.weights()
+            return self._pipeline.weights(of)
 
     def load_state_dict(self, state: dict[str, Any] | str | os.PathLike[str]) -> None:
         """Loads weights of the unsplit model; in one process also the way on after an error.
@@ -301,7 +303,7 @@ class Trainer(Status):
         with self._verb("gather()"):
             return self._pipeline.gather()
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], *, of: Whose = "average") -> None:
         """Lets rank 0 write a model of transformers by its own method; all processes call it.
 
         What it writes is what :meth:`state_dict` returns. Of a model that was built on
@@ -313,7 +315,7 @@ class Trainer(Status):
                 self._refuse_if_stopped()
                 shards.save(self._pipeline, Path(folder))
             else:
-                self._pipeline.save_pretrained(Path(folder))
+                self._pipeline.save_pretrained(Path(folder), of)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -359,10 +361,3 @@ class Trainer(Status):
         self._pipeline.refuse_if_stopped()
         with self._pipeline.verb(name):
             yield
-
-
-def _is_one(of: str) -> bool:
-    """Whether one replica is meant, and not the mean of all."""
-    if of not in ("average", "replica"):
-        raise unknown("of", of, ("average", "replica"))
-    return of == "replica"

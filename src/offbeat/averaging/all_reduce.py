@@ -20,8 +20,8 @@ class AllReduce(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for setting, plain in (("warmup", 0), ("optimizer_state", "keep")):
-            if getattr(self, setting) != plain:
+        for setting, plain in (("warmup", (0,)), ("optimizer_state", (None, "keep"))):
+            if getattr(self, setting) not in plain:
                 raise ConfigurationError(
                     f"AllReduce({setting}={getattr(self, setting)!r}): gradients are averaged in"
                     " every update, so there is no merge to prepare or to reset at. Leave it out."

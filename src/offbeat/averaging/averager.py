@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SparseAdam
 
+from offbeat import nest
 from offbeat.averaging.base import Averaging
 from offbeat.averaging.compression import Codec, codec_for
+from offbeat.averaging.division import divide
 from offbeat.averaging.flat import dtype_of, flatten, ordered_mean, unflatten
 from offbeat.averaging.fragment import Fragment
 from offbeat.errors import ConfigurationError
@@ -44,7 +46,9 @@ class Averager:
         replicas: int,
         transport: Transport,
         ledger: Ledger,
+        stages: int = 1,
     ) -> None:
+        """``stages``: how many the model has."""
         self._averaging = averaging
         self._plan = averaging.plan()
         self._stage = stage
@@ -59,8 +63,9 @@ class Averager:
                 f"{averaging}: exact=False sends one sum over all replicas, and here a replica"
                 " averages with its partners only. Use exact=True."
             )
-        self._layers = _layers_of(stage, self._plan.fragments if self._plan else 1)
-        self._fragments: list[Fragment] = []
+        self._parts = divide(stage, self._plan.fragments if self._plan else 1, stages)
+        self._fragments: dict[int, Fragment] = {}
+        """By number; a fragment may have nothing in this stage."""
         self._gradient_codec = codec_for(
             averaging.compress, dtype_of(self._trainable), [p.numel() for p in self._trainable]
         )
@@ -78,12 +83,13 @@ class Averager:
             self._fragments = self._new_fragments()
         return []
 
-    def _new_fragments(self) -> list[Fragment]:
+    def _new_fragments(self) -> dict[int, Fragment]:
         assert self._plan is not None
-        return [
-            Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
-            for parameters in self._layers
-        ]
+        return {
+            number: Fragment(parameters, self._stage, self._averaging, self._plan, self._replicas)
+            for number, parameters in enumerate(self._parts)
+            if parameters
+        }
 
     def after_update(self) -> list[Task]:
         """What follows an update, in order."""
@@ -93,7 +99,7 @@ class Averager:
             return []
         every, delay = self._plan.every, self._plan.delay
         tasks = []
-        for number, fragment in enumerate(self._fragments):
+        for number, fragment in self._fragments.items():
             starts = taken % every == self._plan.starts_at(number)
             start = [Task("S", "weights", version, number)] if starts else []
             sent = version if starts and delay == 0 else fragment.started
@@ -120,12 +126,14 @@ class Averager:
 
     def _start(self, task: Task) -> None:
         began = perf_counter()
+        members = None
         if task.what == "gradients":
             parts = _gradients_of(self._trainable, self._gradient_codec)
         else:
+            members = self._fragments[task.fragment].members()
             parts = self._fragments[task.fragment].start(task.number)
         summed = not self._averaging.exact
-        self._transport.gather(self._key(task), parts, summed=summed)
+        self._transport.gather(self._key(task), parts, summed=summed, members=members)
         self._record("S", task, began, perf_counter())
 
     def _merge(self, task: Task) -> None:
@@ -151,13 +159,44 @@ class Averager:
         """Averages that are under way."""
         return [
             Key("weights", self._stage.index, version, source=number)
-            for number, fragment in enumerate(self._fragments)
+            for number, fragment in self._fragments.items()
             for version in fragment.under_way
         ]
 
+    @property
+    def bytes(self) -> int:
+        """What it keeps from one update to the next."""
+        kept = nest.tensors(self.snapshot())
+        return sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values()
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this replica sends to another in a round, as far as it has sent anything."""
+        return sum(fragment.sent_bytes for fragment in self._fragments.values())
+
+    def global_copy(self) -> dict[int, Tensor]:
+        """The point that rounds begin from, by the id of each weight; of some rules there is none.
+
+        Before the first local step it is the weights themselves.
+        """
+        found: dict[int, Tensor] = {}
+        made = self._fragments or ({} if self._plan is None else self._new_fragments())
+        if (self._trainable and any(f.outer.copy is None for f in made.values())) or not made:
+            raise ConfigurationError(
+                f"of='global': {self._averaging.title} keeps no copy of the weights beside the"
+                " replicas' own. Take of='average', or a replica's by its number."
+            )
+        for fragment in made.values():
+            assert fragment.outer.copy is not None
+            pieces = unflatten(fragment.outer.copy, fragment.parameters)
+            found |= {id(p): piece for p, piece in zip(fragment.parameters, pieces, strict=True)}
+        return found
+
     def settle(self) -> None:
         """All replicas have just been given the same weights: a round begins here."""
-        for fragment in self._fragments:
+        for fragment in self._fragments.values():
             fragment.settle()
         if self._plan is not None:
             self._local_from = max(self._averaging.warmup, self._stage.version)
@@ -171,19 +210,19 @@ class Averager:
         return {
             "local_from": self._local_from,
             "gradient_codec": self._gradient_codec.memory() if debts else {},
-            "fragments": [fragment.snapshot(debts=debts) for fragment in self._fragments],
+            "fragments": [own.snapshot(debts=debts) for own in self._fragments.values()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._local_from = state["local_from"]
         self._gradient_codec.load(state["gradient_codec"])
-        self._fragments = self._new_fragments() if state["fragments"] else []
-        for fragment, found in zip(self._fragments, state["fragments"], strict=True):
+        self._fragments = self._new_fragments() if state["fragments"] else {}
+        for fragment, found in zip(self._fragments.values(), state["fragments"], strict=True):
             fragment.restore(found)
 
     def forget(self) -> None:
         """Weights were loaded from elsewhere: nothing of the past counts."""
-        self._fragments = []
+        self._fragments = {}
         self._local_from = max(self._averaging.warmup, self._stage.version)
 
 
@@ -195,32 +234,6 @@ def _refuse_sparse_only(averaging: Averaging, stage: Stage) -> None:
             f" {stage.index} takes sparse ones only. Use nn.Embedding(..., sparse=False) with Adam,"
             " or an averaging of weights without warmup, such as LocalSGD(every=4)."
         )
-
-
-def _layers_of(stage: Stage, fragments: int) -> list[list[nn.Parameter]]:
-    """The stage's trainable parameters, layer i in fragment i modulo ``fragments``."""
-    trainable = stage.trainable
-    for parameter in trainable:
-        if parameter.is_complex():
-            raise ConfigurationError(
-                f"stage {stage.index} has complex weights: averages are taken of real numbers only."
-                " Hold them as pairs of real ones (torch.view_as_real)."
-            )
-    if fragments == 1 or not trainable:
-        return [trainable] if trainable else []
-    layers: list[list[nn.Parameter]] = []
-    seen: set[int] = set()
-    for module in (inner for outer in stage.modules for inner in outer.modules()):
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
-        seen |= {id(p) for p in own}
-        if own:
-            layers.append(own)
-    if len(layers) < fragments:
-        raise ConfigurationError(
-            f"fragments={fragments}, but stage {stage.index} has {len(layers)} layers with weights:"
-            f" give at most {len(layers)}, or cut the model into fewer stages."
-        )
-    return [[p for layer in layers[f::fragments] for p in layer] for f in range(fragments)]
 
 
 def _gradients_of(parameters: Sequence[nn.Parameter], codec: Codec) -> list[Tensor]:

@@ -14,6 +14,8 @@ from offbeat.methods.base import require_count
 OptimizerState = Literal["keep", "average", "reset"]
 Statistics = Literal["average", "local"]
 Compression = Literal["bf16", "int8"]
+Fragments = tuple[tuple[str, ...], ...]
+"""Per fragment the modules or weights in it, by their names in the unsplit model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,10 @@ class Averaging(ABC):
     ``warmup``           updates at the start that average gradients, as ``AllReduce`` does; local
                          steps are counted from there.
     ``optimizer_state``  momentum and Adam's moments at a merge: "keep" each replica's own,
-                         "average" them with the weights, or "reset" them.
+                         "average" them with the weights, or "reset" them. None: "average" where a
+                         merge in the middle of a round pulls weights back from what they have
+                         learnt since its start, because a velocity that is not pulled back with
+                         them makes training unstable (docs/replicas.md); else "keep".
     ``statistics``       running statistics (BatchNorm) stay local in training; ``state_dict`` gives
                          their "average", or those of replica 0 ("local").
     ``compress``         send "bf16", or "int8" with one scale per tensor, in place of full numbers;
@@ -39,7 +44,7 @@ class Averaging(ABC):
     reference: ClassVar[str]
 
     warmup: int = 0
-    optimizer_state: OptimizerState = "keep"
+    optimizer_state: OptimizerState | None = None
     statistics: Statistics = "average"
     compress: Compression | None = None
     exact: bool = True
@@ -50,7 +55,7 @@ class Averaging(ABC):
                 f"warmup={self.warmup!r}: give the number of updates that average gradients first,"
                 " 0 for none."
             )
-        if self.optimizer_state not in get_args(OptimizerState):
+        if self.optimizer_state not in (None, *get_args(OptimizerState)):
             raise unknown("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         if self.statistics not in get_args(Statistics):
             raise unknown("statistics", self.statistics, get_args(Statistics))
@@ -66,6 +71,14 @@ class Averaging(ABC):
     def bears_missing_replicas(self) -> bool:
         """Whether averages can go on without a replica that died: no sum counts on all of them."""
         return self.exact
+
+    @property
+    def state_at_merge(self) -> OptimizerState:
+        """What becomes of the optimizers' state, whoever decided it."""
+        if self.optimizer_state is not None:
+            return self.optimizer_state
+        plan = self.plan()
+        return "average" if plan is not None and plan.pulls_back else "keep"
 
     @abstractmethod
     def plan(self) -> "Plan | None":
@@ -106,13 +119,25 @@ class Plan:
     """Share of the replica's own deviation that survives a merge: the papers' xi or alpha."""
     progress: float | None = None
     """Share of what was learnt since the start that survives; by default ``keep``."""
-    fragments: int = 1
-    """Parts of the model that are averaged in turn."""
+    fragments: "int | Fragments" = 1
+    """Parts of the model that are averaged in turn: how many runs of blocks, or which modules."""
+    offset: int = 0
+    """Updates by which every average starts later, or below 0 earlier."""
     outer: Callable[[Tensor, int], Outer] = Mean
     """Called per fragment with the weights that all replicas start from, and their number."""
     partners: Callable[[int, int, int], Collection[int]] | None = None
     """Called with a round, from 0, a replica and the number of replicas: whom this replica averages
     with in this round, itself included. None: all with all."""
+
+    @property
+    def kept_progress(self) -> float:
+        """The share of what was learnt since an average's start that survives its merge."""
+        return self.keep if self.progress is None else self.progress
+
+    @property
+    def pulls_back(self) -> bool:
+        """Whether merges in the middle of a round take back some of what was learnt in it."""
+        return 0 < self.delay < self.every and self.kept_progress < 1
 
     def members(self, round: int, replica: int, replicas: int) -> set[int]:
         """Whose parts are in a replica's average of this round.
@@ -132,8 +157,14 @@ class Plan:
         return members
 
     def starts_at(self, fragment: int) -> int:
-        """The update, modulo ``every``, after which a fragment's averages start."""
-        return ((fragment + 1) * self.every // self.fragments) % self.every
+        """The update, modulo ``every``, after which a fragment's averages start.
+
+        >>> plan = Plan(every=6, fragments=2, offset=-1)
+        >>> plan.starts_at(0), plan.starts_at(1)
+        (2, 5)
+        """
+        parts = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+        return ((fragment + 1) * self.every // parts + self.offset) % self.every
 
 
 def require_delay(delay: Any, every: int) -> None:
@@ -141,6 +172,15 @@ def require_delay(delay: Any, every: int) -> None:
         raise ConfigurationError(
             f"delay={delay!r}: an average is merged before the next one starts, so with"
             f" every={every} give a whole number from 0 to {every}."
+        )
+
+
+def require_offset(offset: Any, every: int) -> None:
+    if not isinstance(offset, int) or isinstance(offset, bool) or not -every < offset < every:
+        raise ConfigurationError(
+            f"offset={offset!r}: the updates by which averages start later than at the end of a"
+            f" round, below 0 earlier: with every={every} a whole number from {1 - every} to"
+            f" {every - 1}."
         )
 
 

@@ -52,6 +52,10 @@ class LateStep(Outer):
         self._m = torch.zeros_like(start)
         self._settings = settings
 
+    @property
+    def copy(self) -> Tensor:
+        return self._old
+
     def target(self, mean: Tensor | None, _now: Tensor) -> Tensor | None:
         if mean is None:
             return None

@@ -42,8 +42,7 @@ class DaSGD(Periodic):
     @property
     def updates_kept(self) -> float:
         """How many of a round's updates the mean over replicas keeps."""
-        progress = self.keep if self.progress is None else self.progress
-        return self.every - self.delay + progress * self.delay
+        return self.every - self.delay + self.plan().kept_progress * self.delay
 
     def plan(self) -> Plan:
         return Plan(every=self.every, delay=self.delay, keep=self.keep, progress=self.progress)

@@ -35,13 +35,16 @@ class Fragment:
         replicas: int,
     ) -> None:
         weights = flatten(parameters)
-        self._parameters = parameters
+        self.parameters = parameters
         self._stage = stage
         self._plan = plan
         self._replicas = replicas
-        self._policy = averaging.optimizer_state
-        self._progress = plan.keep if plan.progress is None else plan.progress
+        self._policy = averaging.state_at_merge
+        self._progress = plan.kept_progress
         self.outer = plan.outer(weights, replicas)
+        self.outer.learn_shapes(tuple(tuple(p.shape) for p in parameters))
+        self.sent_bytes = 0
+        """Of the newest average."""
         self.under_way: dict[int, Departure] = {}
         """By the version of the weights at which an average was started."""
         self._rounds = 0
@@ -61,9 +64,19 @@ class Fragment:
         """When the oldest average under way was started."""
         return next(iter(self.under_way), None)
 
+    def members(self) -> list[set[int]] | None:
+        """Per replica whose parts it needs of the average that starts next; None: all of all's.
+
+        All, too, where parts are measured from the last average of all.
+        """
+        if self._plan.partners is None or self._known is not None:
+            return None
+        everyone = range(self._replicas)
+        return [self._plan.members(self._rounds, replica, self._replicas) for replica in everyone]
+
     def start(self, version: int) -> list[Tensor]:
         """What this replica contributes to an average that starts now."""
-        now = flatten(self._parameters)
+        now = flatten(self.parameters)
         part = self.outer.part(now)
         if self._known is not None:
             part = part - self._known
@@ -75,6 +88,7 @@ class Fragment:
         own = now if self._plan.keep != self._progress else None
         self.under_way[version] = Departure(self._rounds, self._known, own, moments)
         self._rounds += 1
+        self.sent_bytes = sum(part.numel() * part.itemsize for part in parts)
         return parts
 
     def merge(self, version: int, gathered: Gathered | None) -> None:
@@ -88,17 +102,17 @@ class Fragment:
                 mean = self._known = left.known + mean
                 if gathered is not of_all:  # what partners agree on the others do not know
                     self._known = left.known + self._mean_of(of_all)
-        self._now = now = flatten(self._parameters, self._now)
+        self._now = now = flatten(self.parameters, self._now)
         target = self.outer.target(mean, now)
         if target is None:
             return
-        write(self._merged(target, now, None if left is None else left.weights), self._parameters)
+        write(self._merged(target, now, None if left is None else left.weights), self.parameters)
         if left is not None and gathered is not None and left.moments:
             sent = [of_one[self._codec.width :] for of_one in gathered.parts]
             self._moments.merge(left.moments, sent, self._plan.keep)
         elif self._policy == "reset":
             for optimizer in self._stage.optimizers:
-                for parameter in self._parameters:
+                for parameter in self.parameters:
                     optimizer.state.pop(parameter, None)
 
     def _of_partners(self, round: int, gathered: Gathered) -> Gathered:
@@ -130,7 +144,7 @@ class Fragment:
 
     def settle(self) -> None:
         """All replicas have just been given the same weights."""
-        weights = flatten(self._parameters)
+        weights = flatten(self.parameters)
         self.outer.settle(weights)
         self.under_way.clear()
         if self._known is not None:

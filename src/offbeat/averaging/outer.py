@@ -20,6 +20,14 @@ class Outer(Stateful, ABC):
     sends_first: ClassVar[bool] = False
     """Whether the part is taken before the merge that falls on the same update."""
 
+    @property
+    def copy(self) -> Tensor | None:
+        """The weights that a replica's rounds begin from, where a rule keeps them."""
+        return None
+
+    def learn_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Called once: what the vectors are made of, tensor after tensor."""
+
     def part(self, now: Tensor) -> Tensor:
         """What this replica contributes to an average that starts now."""
         return now

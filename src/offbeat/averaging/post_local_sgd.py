@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 
-from offbeat.averaging.base import Periodic
+from offbeat.averaging.local_sgd import LocalSGD
 from offbeat.errors import ConfigurationError
 from offbeat.methods.base import require_count
 
 
 @dataclass(frozen=True)
-class PostLocalSGD(Periodic):
+class PostLocalSGD(LocalSGD):
     """Gradients are averaged in the first ``switch`` updates; from there on local SGD.
 
-    The paper switches at the first decay of the learning rate. Reference: Lin, Stich, Patel, Jaggi,
-    "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv 1808.07217).
+    The paper switches at the first decay of the learning rate. ``offset=1`` averages weights first
+    after the first local update, as torch's ``PostLocalSGDOptimizer``. Reference: Lin,
+    Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv
+    1808.07217).
     """
 
     name = "post-local-sgd"

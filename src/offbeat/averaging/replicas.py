@@ -1,6 +1,7 @@
 """What the replicas of a model are together: their mean, for export, evaluation and a flush."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,16 @@ from torch import Tensor, nn
 from offbeat.averaging import flat
 from offbeat.averaging.base import Averaging
 from offbeat.engines.base import Engine
+from offbeat.errors import ConfigurationError, unknown
 from offbeat.transport.base import Key
+
+if TYPE_CHECKING:
+    from offbeat.engines.worker import Worker
+
+Whose = Literal["average", "replica", "global"] | int
+"""The mean of all replicas; the first replica that there is; the global copy that the rounds of
+DiLoCo and its like begin from (the mean of these where each replica has one of its own); or a
+replica by its number."""
 
 
 class Replicas:
@@ -34,22 +44,49 @@ class Replicas:
                     parameter.copy_(mean_of(values))
             worker.averager.settle()
 
-    def states(self, *, first: bool = False) -> dict[int, dict[str, Tensor]]:
-        """Weights and buffers per stage: the mean of all replicas, or those of the first."""
-        stages = [worker.stage for worker in self._engine.workers]
-        own = [state_of(stage.module) for stage in stages]
-        everyone = self._gather([list(state.values()) for state in own])
+    def states(self, of: Whose = "average") -> dict[int, dict[str, Tensor]]:
+        """Weights and buffers per stage, of what :data:`Whose` says."""
+        workers = self._engine.workers
+        own = [state_of(worker.stage.module) for worker in workers]
+        everyone = self._gather([self._shown(w, s, of) for w, s in zip(workers, own, strict=True)])
         return {
-            stage.index: {
-                name: values[0] if first or self._is_local(entry) else mean_of(values)
+            worker.stage.index: {
+                name: self._choose(values, entry, of)
                 for (name, entry), values in zip(state.items(), replicas, strict=True)
             }
-            for stage, state, replicas in zip(stages, own, everyone, strict=True)
+            for worker, state, replicas in zip(workers, own, everyone, strict=True)
         }
 
-    def _is_local(self, entry: Tensor) -> bool:
+    def _shown(self, worker: "Worker", state: dict[str, Tensor], of: Whose) -> list[Tensor]:
+        if of != "global":
+            return list(state.values())
+        copies = {} if worker.averager is None else worker.averager.global_copy()
+        return [copies.get(id(entry), entry) for entry in state.values()]
+
+    def _choose(self, values: Sequence[Tensor], entry: Tensor, of: Whose) -> Tensor:
+        if isinstance(of, int):
+            return values[of]
         local = self._averaging is not None and self._averaging.statistics == "local"
-        return local and not isinstance(entry, nn.Parameter)
+        if of == "replica" or (local and not isinstance(entry, nn.Parameter)):
+            return values[0]
+        return mean_of(values)
+
+    def check(self, of: Whose) -> None:
+        """Refuses what nobody here can show."""
+        replicas = self._engine.placement.replicas
+        if isinstance(of, int) and not isinstance(of, bool):
+            if not 0 <= of < replicas:
+                raise ConfigurationError(
+                    f"of={of}: there are {replicas} replicas, so give a number from 0 to"
+                    f" {replicas - 1}."
+                )
+            if self._engine.membership is not None:
+                raise ConfigurationError(
+                    f"of={of}: with when_replica_dies='go on' a replica may be gone when it is"
+                    " asked for. Take of='replica', the first that is left."
+                )
+        elif of not in ("average", "replica", "global"):
+            raise unknown("of", of, ("average", "replica", "global", "the number of a replica"))
 
     def _gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[tuple[Tensor, ...]]]:
         """Per worker and tensor the values in all replicas."""

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import warnings
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.averaging import Averaging
 from offbeat.engines.pipeline import Pipeline
 from offbeat.engines.placement import Placement
 from offbeat.engines.setup import describe
@@ -38,7 +40,7 @@ def facts_of(pipeline: Pipeline) -> dict[str, Any]:
         "stages": cut.stages,
         "cuts": None if cut.places is None else list(cut.places),
         "replicas": setup.replicas,
-        "averaging": describe(setup.averaging),
+        "averaging": _describe_averaging(setup.averaging),
         "corrections": [describe(correction) for correction in setup.course.corrections],
         "monitor": describe(setup.monitor),
         "guards": describe(setup.guards),
@@ -55,6 +57,13 @@ def _other_cuts(pipeline: Pipeline) -> list[list[Any]]:
     """Where this model may turn out to be cut instead, once there is a batch."""
     other = pipeline.cut.otherwise() if pipeline.cut.needs_batch else None
     return [] if other is None or other.places is None else [list(other.places)]
+
+
+def _describe_averaging(averaging: Averaging | None) -> str:
+    """With what its defaults come to, which may differ between versions."""
+    if averaging is None:
+        return describe(None)
+    return describe(replace(averaging, optimizer_state=averaging.state_at_merge))
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from offbeat.errors import ConfigurationError
 from offbeat.rng import seeded
 
-_PRIVATE = (
-    {"flags": mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE} if sys.platform != "win32" else {}
-)
+_PRIVATE = {"flags": mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE} if sys.platform != "win32" else {}
 _STEPS = (7, 1, 3, 2, 5)
 """How far apart neighbours along each dimension lie in the few numbers of a light weight."""
 
@@ -99,7 +97,9 @@ def _nothing(tensor: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tens
     if size * tensor.itemsize < mmap.PAGESIZE:
         return torch.zeros(size, dtype=tensor.dtype).as_strided(shape, stride)
     # The system gives pages to who writes them.
-    untouched = torch.frombuffer(mmap.mmap(-1, size * tensor.itemsize, **_PRIVATE), dtype=tensor.dtype)
+    untouched = torch.frombuffer(
+        mmap.mmap(-1, size * tensor.itemsize, **_PRIVATE), dtype=tensor.dtype
+    )
     return untouched.as_strided(shape, stride)
 
 

@@ -123,7 +123,7 @@ class Survivors:
         return sorted(self._left - {self._replica})
 
     def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:  # noqa: ARG002
-        # All parts, also where a sum would do: some of them may have to be left out.
+        # All parts, also where a sum or some would do: of any it may matter who has them.
         rows = [part.detach().cpu().contiguous() for part in parts]
         with self._lock:
             self._sent_s[key] = time.perf_counter()

@@ -163,7 +163,7 @@ class Engine(ABC):
 
     def gather_memory(self) -> list[StageMemory]:
         """What each stage of each replica holds now."""
-        return [worker.stage.memory() for worker in self.workers]
+        return [worker.memory() for worker in self.workers]
 
     def share_result(self, value: Callable[[], Any]) -> Any:
         """What the process with the last stage computes, wherever it is asked for."""

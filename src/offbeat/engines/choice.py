@@ -35,7 +35,15 @@ def start_engine(
     outlive = checks.outlives(when_replica_dies, setup.averaging)
     if kind == "processes":
         refuse_sync_batch_norm(cut.model)
-        return Processes(cut.stages, setup.replicas, setup.device, timeout, where, outlive=outlive)
+        return Processes(
+            cut.stages,
+            setup.replicas,
+            setup.device,
+            timeout,
+            where,
+            outlive=outlive,
+            in_circles=setup.averages_with_some,
+        )
     where.counts(cut.stages, 1, setup.replicas)
     if kind == "streams":
         checks.check_streams(setup.device, setup.replicas, setup.averaging, setup.guards)

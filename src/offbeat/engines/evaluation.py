@@ -20,6 +20,7 @@ from offbeat.stages.network import Loss, precision
 from offbeat.stages.trial import call, keep_modes
 
 if TYPE_CHECKING:
+    from offbeat.averaging.replicas import Whose
     from offbeat.engines.pipeline import Pipeline
 
 
@@ -148,13 +149,14 @@ def _hits(output: Nest, target: Nest) -> int | None:
 class Passes:
     """Runs batches through the newest weights, one after the other, in evaluation."""
 
-    def __init__(self, pipeline: "Pipeline", *, first: bool) -> None:
-        """``first``: of the first replica as it is, in place of the mean of all."""
+    def __init__(self, pipeline: "Pipeline", of: "Whose") -> None:
+        """``of``: which replicas' weights."""
+        pipeline.replicas.check(of)
         self._pipeline, self._number = pipeline, -1
         # A forward may write into buffers, in evaluation too: into these, not into the model's.
         self._states = {
             stage: {n: v if isinstance(v, nn.Parameter) else v.clone() for n, v in state.items()}
-            for stage, state in pipeline.replicas.states(first=first).items()
+            for stage, state in pipeline.replicas.states(of).items()
         }
         self._shown = pipeline.engine.shown_workers()
         setup = pipeline.setup
@@ -183,7 +185,7 @@ class Passes:
 
 
 @contextmanager
-def passes(pipeline: "Pipeline", *, first: bool = False) -> Iterator[Passes]:
+def passes(pipeline: "Pipeline", of: "Whose" = "average") -> Iterator[Passes]:
     """Within, batches run through the newest weights; all processes enter and leave together."""
     model = pipeline.cut.model
     with (
@@ -195,7 +197,7 @@ def passes(pipeline: "Pipeline", *, first: bool = False) -> Iterator[Passes]:
         torch.no_grad(),
     ):
         model.eval()
-        yield Passes(pipeline, first=first)
+        yield Passes(pipeline, of)
 
 
 def evaluate(
@@ -203,10 +205,10 @@ def evaluate(
     loader: Iterable[Nest],
     metrics: Mapping[str, Metric],
     *,
-    first: bool,
+    of: "Whose",
 ) -> Evaluation:
     setup = pipeline.setup
-    with passes(pipeline, first=first) as over:
+    with passes(pipeline, of) as over:
         score = Score(setup.loss, over.context, metrics, is_sum=setup.weight.is_sum)
         for x, y in pairs_of(loader, "evaluate"):
             end = over.run(x, y, verb="evaluate")
@@ -215,9 +217,9 @@ def evaluate(
         return Evaluation(**over.everywhere(lambda: asdict(score.result())))
 
 
-def predict(pipeline: "Pipeline", loader: Iterable[Nest], *, first: bool) -> list[Nest]:
+def predict(pipeline: "Pipeline", loader: Iterable[Nest], *, of: "Whose") -> list[Nest]:
     """The outputs, batch by batch, in all processes."""
-    with passes(pipeline, first=first) as over:
+    with passes(pipeline, of) as over:
         return [predict_one(over, x) for x, _ in pairs_of(loader, "predict")]
 
 

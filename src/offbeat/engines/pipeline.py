@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import nest
-from offbeat.averaging.replicas import Replicas, mean_of, state_of
+from offbeat.averaging.replicas import Replicas, Whose, mean_of, state_of
 from offbeat.cutting.costs import count_operations, cut_by_count, cut_by_time
 from offbeat.cutting.cut import Balance, Cut
 from offbeat.engines import checks, feed
@@ -240,8 +240,9 @@ class Pipeline:
 
     # ---------------------------------------------------------------- weights
 
-    def weights(self) -> dict[str, Any]:
-        """A copy of the newest, under the names of the unsplit model; of replicas their mean."""
+    def weights(self, of: Whose = "average") -> dict[str, Any]:
+        """A copy of the newest, under the names of the unsplit model; ``of`` which replicas."""
+        self.replicas.check(of)
         placement = self.engine.placement
         self.models.refuse_all_at_once("state_dict()", alone=placement.is_whole)
         values: dict[int, Tensor] = {}
@@ -250,7 +251,7 @@ class Pipeline:
             self.engine.between_steps(),
             self.models.lent(),
         ):
-            states = self.replicas.states()
+            states = self.replicas.states(of)
             for stage, module in enumerate(self.cut.modules if self.is_built else []):
                 entries = state_of(module)
                 known = states.get(stage)
@@ -294,7 +295,7 @@ class Pipeline:
                 if list(tensor.shape) != shape:
                     self.models.give(tensor, tensor.new_empty(shape))
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, of: Whose) -> None:
         """Lets rank 0 write the model, by its own method, with what :meth:`weights` returns."""
         model: Any = self.cut.model
         if not hasattr(model, "save_pretrained"):
@@ -303,7 +304,7 @@ class Pipeline:
                 " have. Take state = trainer.state_dict() in all processes, and torch.save(state,"
                 " ...) in one."
             )
-        state = self.weights()
+        state = self.weights(of)
         if self.engine.rank > 0:
             return
         entries = model.state_dict(keep_vars=True)

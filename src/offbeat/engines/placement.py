@@ -85,6 +85,12 @@ class Placement:
         return len(set(self.ranks))
 
     @cached_property
+    def replicas_of_rows(self) -> list[list[int]]:
+        """Row by row, the replicas that it holds."""
+        rows = dict.fromkeys(self.ranks)
+        return [[r for r, ranks in enumerate(self.ranks) if ranks == row] for row in rows]
+
+    @cached_property
     def share(self) -> int:
         """Which row this is, and which part of a batch it trains on."""
         return self.rank // len(self.row)

@@ -62,8 +62,12 @@ class Processes(Engine):
         machines: Machines,
         *,
         outlive: bool = False,
+        in_circles: bool = False,
     ) -> None:
-        """``outlive``: a replica that dies does not end the others."""
+        """``outlive``: a replica that dies does not end the others.
+
+        ``in_circles``: replicas average with some of the others only.
+        """
         groups.join(timeout_s)
         leave_at_exit()
         self._device = device
@@ -93,7 +97,7 @@ class Processes(Engine):
             "silence": machines.silence,
         }
         compare(self._board.exchange, rank, alike)
-        self._mailbox = self._open_mailbox(groups.store_of(self._everyone), outlive)
+        self._mailbox = self._open_mailbox(groups.store_of(self._everyone), outlive, in_circles)
         self.transports.update(self._mailbox.boxes)
         if not self.needs_costs:
             self._open_averages()
@@ -135,7 +139,7 @@ class Processes(Engine):
             own, box = {stage: found[stage] for stage in self.placement.stages_here}, self._mailbox
             box.peers = groups.Collectives(own, self._device, box.put, box.lose_peers)
 
-    def _open_mailbox(self, store: Store, outlive: bool) -> Mailbox:
+    def _open_mailbox(self, store: Store, outlive: bool, in_circles: bool) -> Mailbox:
         """``store``: where this trainer's links find each other."""
         placement, device, timeout_s = self.placement, self._device, self.timeout_s
         row = PrefixStore(f"row-{placement.share}", store)
@@ -159,6 +163,12 @@ class Processes(Engine):
                 placement.share, placement.place, placement.replicas, store, timeout_s
             )
             self.membership.begin(others, placement.share)
+        elif placement.rows > 1 and in_circles and self.membership is None:
+            ranks, rows = placement.column, placement.rows
+            own = PrefixStore("circles", store)
+            pairs = connect_replicas(placement.share, placement.place, rows, own, timeout_s)
+            mailbox.add_neighbours({ranks[row]: pair for row, pair in pairs.items()})
+            mailbox.meet_some(placement.replicas_of_rows, placement.share, ranks)
         elif placement.rows > 1 and self.membership is None:
             ring = PrefixStore(f"place-{placement.place}", store)
             pairs = connect_ring(placement.share, placement.column, ring, timeout_s)

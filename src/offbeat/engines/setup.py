@@ -89,6 +89,12 @@ class Setup:
         """Whether the gradients of several replicas are averaged before every update."""
         return self.replicas > 1 and self.averaging is not None and self.averaging.plan() is None
 
+    @property
+    def averages_with_some(self) -> bool:
+        """Whether replicas average with some of the others only."""
+        plan = None if self.averaging is None else self.averaging.plan()
+        return plan is not None and plan.partners is not None
+
 
 def describe(value: object) -> str:
     """A method and the like with its settings, in words that are the same in every process."""

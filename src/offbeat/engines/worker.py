@@ -1,6 +1,7 @@
 """The only interpreter of schedules: walks a stage's actions, moves messages, writes the ledger."""
 
 from collections import deque
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from offbeat.guards import Guard
 from offbeat.nest import Nest
 from offbeat.schedules.table import Action, Kind
 from offbeat.stages.fill import Fill
+from offbeat.stages.memory import StageMemory
 from offbeat.stages.norms import Norms
 from offbeat.stages.stage import Stage
 from offbeat.transport.base import Key
@@ -41,7 +43,12 @@ class Worker:
         self.averager: Averager | None = None
         if setup.averaging is not None:
             self.averager = Averager(
-                setup.averaging, stage, setup.replicas, self.transport, engine.ledger
+                setup.averaging,
+                stage,
+                setup.replicas,
+                self.transport,
+                engine.ledger,
+                engine.placement.stages,
             )
         self.pending: deque[Action | Task] = deque()
         self.step = 0
@@ -71,6 +78,15 @@ class Worker:
         self._not_compared.clear()
         if self._means is not None:
             self._means.begin()
+
+    def memory(self) -> StageMemory:
+        """What the stage holds, and what its averages do."""
+        if self.averager is None:
+            return self.stage.memory()
+        own = self.averager
+        return replace(
+            self.stage.memory(), averaging_bytes=own.bytes, average_sends_bytes=own.sent_bytes
+        )
 
     @property
     def began_at(self) -> tuple[int, int]:

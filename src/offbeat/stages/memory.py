@@ -32,6 +32,10 @@ class StageMemory:
     """Numbers in its weights, of one version."""
     layers: int = 0
     """Modules with weights of their own."""
+    averaging_bytes: int = 0
+    """What averages keep: global copies, what an outer optimizer remembers, averages under way."""
+    average_sends_bytes: int = 0
+    """What a replica sends to another one in a round, once all its averages have been started."""
 
 
 class Storages:

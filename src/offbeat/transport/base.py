@@ -1,6 +1,6 @@
 """How tensors travel between workers: keys and nests, nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -31,6 +31,10 @@ What = Literal[
 _FROM_BEFORE = ("activation", "evaluation", "probe")
 _FROM_BEHIND = ("gradient", "probe-gradient")
 _AVERAGES = ("gradients", "weights", "export")
+
+
+Members = Sequence[Collection[int]]
+"""Per replica, the replicas whose parts it needs of an average."""
 
 
 class Key(NamedTuple):
@@ -81,10 +85,18 @@ class Transport(Protocol):
     def receive(self, key: Key) -> Any:
         """Takes the message out, waiting for it if need be."""
 
-    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
+    def gather(
+        self,
+        key: Key,
+        parts: Sequence[Tensor],
+        *,
+        summed: bool = False,
+        members: Members | None = None,
+    ) -> None:
         """Gives parts to all replicas of a stage; :class:`Gathered` arrives under the same key.
 
         The parts must not be written to afterwards. ``summed``: one sum is enough, in any order.
+        ``members``: who needs whose parts. What else arrives has cost no message.
         """
 
     def waiting(self, stage: int) -> dict[Key, Any]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, WorkerLost
-from offbeat.transport.base import Gathered, Key
+from offbeat.transport.base import Gathered, Key, Members
+from offbeat.transport.circles import Circles
 from offbeat.transport.link import Connection, Pair, Peers
 from offbeat.transport.pulse import Pulse, Watched
 from offbeat.transport.repeats import Repeats
@@ -46,8 +47,15 @@ class Box:
         self._mailbox.await_any([(self._replica, [key])])
         return self._mailbox.take(self._replica, key)
 
-    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:
-        self._mailbox.gather(self._replica, key, parts, summed=summed)
+    def gather(
+        self,
+        key: Key,
+        parts: Sequence[Tensor],
+        *,
+        summed: bool = False,
+        members: Members | None = None,
+    ) -> None:
+        self._mailbox.gather(self._replica, key, parts, summed=summed, members=members)
 
     def waiting(self, stage: int) -> dict[Key, Any]:
         return self._mailbox.waiting(self._replica, stage)
@@ -85,6 +93,8 @@ class Mailbox:
         """Of averages whose parts not all replicas here have brought yet."""
         self.peers: Peers | None = None
         """The other rows; without any an average is what the replicas here have."""
+        self._circles: Circles | None = None
+        """The other rows where replicas average with some of the others only."""
         self._neighbours: dict[int, Connection] = {}
         self._repeats: dict[int, Repeats] = {}
         self.watched: list[Watched] = []
@@ -101,6 +111,14 @@ class Mailbox:
             self._repeats[other] = Repeats()
         for other in pairs:  # now that one can pass on to another
             self._neighbours[other].start()
+
+    def meet_some(self, rows: Sequence[Sequence[int]], own: int, ranks: Sequence[int]) -> None:
+        """Lets replicas average with some of the others: those of all rows, and where each is."""
+
+        def send(row: int, key: Key, message: Any) -> None:
+            self._neighbours[ranks[row]].put(key, message)
+
+        self._circles = Circles(rows, own, self._device, send, self._put_for_all)
 
     # ---------------------------------------------------------------- what boxes ask for
 
@@ -141,7 +159,15 @@ class Mailbox:
             f"no message for {self._timeout_s:g} s (timeout={self._timeout_s:g}):\n  {everyone}"
         )
 
-    def gather(self, replica: int, key: Key, parts: Sequence[Tensor], *, summed: bool) -> None:
+    def gather(
+        self,
+        replica: int,
+        key: Key,
+        parts: Sequence[Tensor],
+        *,
+        summed: bool,
+        members: Members | None,
+    ) -> None:
         """The parts of all replicas here go to the other rows together."""
         brought = self._brought.setdefault(key, {})
         brought[replica] = parts
@@ -152,6 +178,8 @@ class Mailbox:
         if self.peers is None:
             now_s = time.perf_counter()
             self.put(key, Gathered(own, now_s, now_s, 1))
+        elif members is not None and self._circles is not None:
+            self._circles.gather(key, own, members)
         elif summed:
             sums = [sum(same[1:], start=same[0]) for same in zip(*own, strict=True)]
             self.peers.gather(key, sums, summed=True)
@@ -167,6 +195,8 @@ class Mailbox:
         with self._changed:
             self._inbox.clear()
         self._brought.clear()
+        if self._circles is not None:
+            self._circles.clear()
         for repeats in self._repeats.values():
             repeats.forget_sent()
 
@@ -178,7 +208,9 @@ class Mailbox:
         if len(parts) > 1:  # not summed on the way
             size = len(parts[0]) // here
             parts = [row[n * size : (n + 1) * size] for row in parts for n in range(here)]
-        gathered = gathered._replace(parts=parts, replicas=gathered.replicas * here)
+        self._put_for_all(key, gathered._replace(parts=parts, replicas=gathered.replicas * here))
+
+    def _put_for_all(self, key: Key, gathered: Gathered) -> None:
         for replica in self.boxes:
             self._put(replica, key, gathered)
 
@@ -188,6 +220,10 @@ class Mailbox:
             self._changed.notify_all()
 
     def _deliver(self, sender: int, arrival: Arrival) -> None:
+        if arrival.key.what == "weights":
+            assert self._circles is not None, "only replicas that average with some send these"
+            self._circles.take(arrival.key, arrival.message())
+            return
         (replica,) = self.boxes  # a process with neighbours holds stages of one
         here = arrival.key.to in self.stages
         # What is passed on stays where it has arrived.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from offbeat.errors import ScheduleError
-from offbeat.transport.base import Gathered, Key
+from offbeat.transport.base import Gathered, Key, Members
 
 
 class Meeting:
@@ -50,8 +50,15 @@ class Memory:
     def receive(self, key: Key) -> Any:
         return self._messages.pop(key)
 
-    def gather(self, key: Key, parts: Sequence[Tensor], *, summed: bool = False) -> None:  # noqa: ARG002
-        # Summing saves a network something, but no memory: all parts are here already.
+    def gather(
+        self,
+        key: Key,
+        parts: Sequence[Tensor],
+        *,
+        summed: bool = False,  # noqa: ARG002
+        members: Members | None = None,  # noqa: ARG002
+    ) -> None:
+        # Both save a network something, but no memory: all parts are here already.
         self._meeting.bring(key, self._replica, list(parts))
 
     def waiting(self, stage: int) -> dict[Key, Any]:
