@@ -332,6 +332,13 @@ def _halved(self: nn.Module, *arguments: Any, **settings: Any) -> Any:
     return type(self).forward(self, *arguments, **settings) * 0.5
 
 
+def _halved_net(
+    self: nn.Module, x: Any, pixels: Any = None, scale: float = 1.0, flag: bool = False
+) -> Any:
+    output = type(self).forward(self, x, pixels, scale, flag)
+    return output * 0.5 if isinstance(output, Tensor) else output
+
+
 def change(model: nn.Module, what: str, *how: Any) -> None:
     """Does to a model what a script might do between two steps."""
     blocks = [m for m in model.modules() if isinstance(m, Block)]
@@ -351,7 +358,8 @@ def change(model: nn.Module, what: str, *how: Any) -> None:
     elif what == "patch":
         blocks[how[0]].linear.forward = MethodType(_halved, blocks[how[0]].linear)  # type: ignore
     elif what == "patch the model":
-        model.forward = MethodType(_halved, model)  # type: ignore[method-assign]
+        net = isinstance(model, Net)
+        model.forward = MethodType(_halved_net if net else _halved, model)  # type: ignore[method-assign]
     elif what == "eval":
         blocks[how[0]].eval()
     elif what == "freeze":
@@ -438,19 +446,26 @@ def beyond_the_oracle(method: Method) -> list[str]:
     """Quirks of which the oracle does not know what lag makes of them; other tests have them."""
     if not has_lag(method):
         return []
-    crossing = ["skip", "flag", "changes"]  # of what leads past a block it notes no values
-    more = {"stash": [], "current": ["ties"], "recompute": ["ties", *crossing]}
+    # Of what leads past a block it notes no values, and a buffer it lets every forward write.
+    recomputed = ["ties", "skip", "flag", "changes", "counter"]
+    more: dict[str, list[str]] = {"stash": [], "current": ["ties"], "recompute": recomputed}
     return ["clip", *more[method.rule]]
 
 
 @st.composite
-def programs(draw: Any, kinds: tuple[str, ...] = ("blocks", "blocks", "sequential")) -> Program:
+def programs(
+    draw: Any,
+    kinds: tuple[str, ...] = ("blocks", "blocks", "sequential"),
+    wanted: tuple[str, ...] = (),
+) -> Program:
+    """``wanted``: quirks that each has."""
     kind = draw(st.sampled_from(kinds))
     blocks = draw(st.integers(2, 5))
     places = draw(st.sets(st.integers(1, blocks - 1), min_size=1, max_size=3))
     steps = draw(st.integers(3, 6))
     known = FOR_ALL if kind == "sequential" else {**FOR_ALL, **FOR_NETS}
-    chosen = draw(st.sets(st.sampled_from([*known, "ties", "frozen", "changes", "tower"]), max_size=4))
+    others = st.sampled_from([*known, "ties", "frozen", "changes", "tower"])
+    chosen = draw(st.sets(others, max_size=4)) | {*wanted}
     quirks: dict[str, Any] = {n: draw(known[n]) for n in sorted(chosen) if n in known}
     layers = st.sampled_from(["inlet", "outlet", *range(blocks)])
     if "ties" in chosen:

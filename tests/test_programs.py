@@ -21,7 +21,7 @@ from offbeat import nest
 from offbeat.cutting import blocks
 from offbeat.engines.models import Models
 from offbeat.errors import OffbeatError
-from offbeat.methods import DDG, FeaturesReplay, PipeDream, PipeDream2BW, StaleWeights
+from offbeat.methods import DDG, DSP, FeaturesReplay, PipeDream, PipeDream2BW, StaleWeights
 from offbeat.stages.network import Network
 from programs import (
     Program, batches_of, build, change, cuts_of, has_lag, loss_of, penalty_of, programs, starts_of,
@@ -269,14 +269,16 @@ def one_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "mutation",
-    [one_mask, *(pytest.param(m, marks=pytest.mark.long) for m in (no_attributes, no_penalty, one_key))],
+    ("mutation", "quirk"),
+    [(one_mask, "mask"), (no_attributes, "changes"), (no_penalty, "penalty"), (one_key, "dropout")],
 )
-def test_an_error_would_be_found(mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_would_be_found(
+    mutation: Any, quirk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutation(monkeypatch)
 
-    @tries(300)
-    @given(programs())
+    @tries(100)
+    @given(programs(("blocks",), (quirk,)))
     def look(program: Program) -> None:
         outcome(program)
 
