@@ -110,6 +110,9 @@ def _start(
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": _LOCALHOST,  # which others ask for, such as accelerate
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }

@@ -17,21 +17,24 @@ def parts_of(
     arguments: Callable[[dict[str, Any], Any], dict[str, Any]],
     replicas: int,
     count: int,
+    *,
+    accumulates: bool,
 ) -> tuple[Nest, Nest]:
     """What ``step`` takes: x, the arguments of the model, and y, what its loss needs.
 
-    ``count``: the parts that the method makes. As many as there are micro-batches; a last update
-    with fewer of them is filled up with copies that count nothing. Or one micro-batch is cut into
-    so many by rows. ``replicas``: of this process; each gets its rows.
+    ``count``: the parts that the method makes. If their loop ``accumulates``, they are its
+    micro-batches, else the rows of one. Where there are fewer, at the end of an epoch, copies that
+    count nothing fill up. ``replicas``: of this process; each gets its rows.
     """
     shards = [_rows_of(plain(dict(inputs)), replicas, "replicas") for inputs, _ in micros]
     found = []
     for replica in range(replicas):
         own = [(shard[replica], items) for shard, (_, items) in zip(shards, micros, strict=True)]
         parts = [(inputs, items, 1.0, True) for inputs, items in own]
-        if len(own) == 1 and count > 1:
+        if not accumulates:
             ((inputs, items),) = own
-            pieces, rows = _rows_of(inputs, count, "parts"), _count_rows(inputs)
+            rows = _count_rows(inputs)
+            pieces = _rows_of(inputs, min(rows, count), "parts")
             parts = [(piece, items, _count_rows(piece) / rows, True) for piece in pieces]
         parts += [(*own[0], 1.0, False)] * (count - len(parts))
         xs = Parts(arguments(inputs, items) for inputs, items, _, _ in parts)

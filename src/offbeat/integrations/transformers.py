@@ -172,7 +172,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return super().get_batch_samples(*arguments)
 
     def training_step(
-        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self,
+        model: Any,  # noqa: ARG002 -- it runs in stages
+        inputs: dict[str, Any],
+        num_items_in_batch: Any = None,
     ) -> Tensor:
         """Keeps a part until its batch is complete, and then gives that to the stages.
 
@@ -185,7 +188,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             parts, self._parts = self._parts, []
             if not self.model.training:
                 self.model.train()
-            x, y = parts_of(parts, self._arguments, self._rows.replicas_here, self._count)
+            x, y = parts_of(
+                parts,
+                self._arguments,
+                self._rows.replicas_here,
+                self._count,
+                accumulates=self.args.gradient_accumulation_steps > 1,
+            )
             self._is_whole = False
             loss = self.pipeline.step(x, y)
             losses, self._late = [*self._late, *([] if loss is None else [loss])], []
