@@ -98,6 +98,11 @@ def rid_of_kinds(nest: Nest) -> Nest:
     return nest
 
 
+def detached(nest: Nest) -> Nest:
+    """The same values as leaves of a graph to come, which get gradients where these would."""
+    return replace(nest, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+
 def split(nest: Nest, parts: int) -> list[Nest]:
     """A nest per micro-batch: every tensor cut along its rows as ``tensor_split`` does."""
     if isinstance(nest, Parts):

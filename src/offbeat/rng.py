@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from ctypes import string_at
 from functools import cache
 from hashlib import blake2b
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,20 @@ def generator(*key: object) -> torch.Generator:
 def _seed_of(*key: object) -> int:
     digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+class Habits(Protocol):
+    """What is known of a stage."""
+
+    draws: bool | None
+    """Whether it draws from Python's or NumPy's generators; None while nobody knows."""
+
+
+class Work(Protocol):
+    """One forward of it."""
+
+    drawn: "HostState | None"
+    """What it drew from without a key."""
 
 
 @contextmanager
@@ -71,6 +85,27 @@ def host_replayed(drawn: "HostState | None") -> Iterator[None]:
     with _host_left_alone():
         drawn.replay()
         yield
+
+
+@contextmanager
+def keyed(
+    seed: int, device: torch.device, habits: Habits, work: Work, *, again: bool
+) -> Iterator[None]:
+    """Lets a forward draw numbers that depend on its seed alone.
+
+    Python's and NumPy's generators are set once it is known to draw from them. If another thread is
+    why it is taken for one that does, keys change nothing that it computes. ``again``: what it
+    draws without a key has to be drawn once more later.
+    """
+    host = habits.draws is not False and work.drawn is None
+    with seeded(seed, device, host=host), host_replayed(work.drawn):
+        before = None if habits.draws else HostState.now(whole=again and not host)
+        yield
+        if before is None:
+            return
+        habits.draws = before.moved
+        if habits.draws and before.whole is not None:
+            work.drawn = before
 
 
 @contextmanager

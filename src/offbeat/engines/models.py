@@ -100,7 +100,8 @@ class Models:
         changes = self._attributes[0].changes()
         for change in changes:
             _refuse_other_parts(change, alone=len(self.cuts) == 1)
-        self.cuts[0].follow(changes)
+        if changes:
+            self.cuts[0].follow(changes)
         for cut, attributes in zip(self.cuts[1:], self._attributes[1:], strict=True):
             for change in changes:
                 if change.name != "training":

@@ -85,6 +85,12 @@ class Setup:
         return all(schedule.synchronous for schedule in self.course.schedules)
 
     @property
+    def divides(self) -> bool:
+        """Whether a batch is ever trained in several parts, by one replica or by several."""
+        parts = max(schedule.micro_batches for schedule in self.course.schedules)
+        return self.replicas * parts > 1
+
+    @property
     def averages_gradients(self) -> bool:
         """Whether the gradients of several replicas are averaged before every update."""
         return self.replicas > 1 and self.averaging is not None and self.averaging.plan() is None

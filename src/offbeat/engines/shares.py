@@ -45,7 +45,7 @@ class Portion(NamedTuple):
         """What it adds to the reported loss. A mean over nothing, which is no number, adds none."""
         if self.share == 0.0:
             return torch.zeros_like(loss)
-        return loss if self.share == 1.0 else loss * self.share
+        return loss * self.share
 
 
 WHOLE = Portion(1.0, 1.0, 1.0, "rows")

@@ -56,7 +56,7 @@ class Worker:
         self._index, self._stages = stage.index, engine.placement.stages
         self._clip, self._faults = setup.clip, setup.faults
         self._means: Means | None = None
-        if not (setup.weight.asked_for_rows or setup.weight.is_sum):
+        if setup.divides and not (setup.weight.asked_for_rows or setup.weight.is_sum):
             self._means = Means(together=setup.averages_gradients)
         self._write, self._clock = engine.record, engine.clock
         self._listeners = engine.placement.listeners
@@ -168,7 +168,8 @@ class Worker:
             self.transport.send(Key("activation", self._index + 1, batch), sent)
         elif loss is not None:
             for stage in self._listeners:
-                self.transport.send(Key("loss", stage, batch, self._index), portion.of(loss))
+                told = loss if portion.share == 1.0 else portion.of(loss)
+                self.transport.send(Key("loss", stage, batch, self._index), told)
         counts = loss is not None and portion.scale > 0.0
         self._record("F", batch, read, start, end, loss if counts else None)
         if loss is not None and counts:

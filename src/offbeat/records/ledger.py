@@ -215,7 +215,9 @@ class Ledger(Columns[Entry]):
     ) -> None:
         number = math.nan if loss is None else float(loss)
         # An Entry would take longer to make than to store, and every action comes by here.
-        self._append((ord(kind), stage, batch, version, start_s, end_s, number, replica))
+        row = (ord(kind), stage, batch, version, start_s, end_s, number, replica)
+        for add, value in zip(self._adders, row, strict=True):
+            add(value)
         most = self.most if self._file is not None else 2 * self.most
         if len(self._arrays[0]) >= most + _AT_ONCE:
             self._shed(most)

@@ -1,7 +1,7 @@
 """The part of a model that one stage runs: a forward with its loss, and the graph of one."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 
@@ -13,7 +13,7 @@ from offbeat import nest
 from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Bundle, Nest, is_dense
-from offbeat.rng import HostState, host_replayed, seed_for, seeded
+from offbeat.rng import keyed, seed_for
 from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
@@ -110,6 +110,8 @@ class Network:
         self, batch: int | None, work: Work, given: Nest, *, graph: bool
     ) -> tuple[Nest, Tensor | None]:
         """What travels on, and the loss if there is one; ``work`` keeps the ``graph``."""
+        if batch is not None:
+            work.penalized = self.penalizes(batch)
         run = self.build_graph if graph else self.run
         output, loss = run(batch, work, given)
         return self._outgoing(output, given), None if loss is None else loss.detach()
@@ -119,7 +121,10 @@ class Network:
 
         ``batch`` decides the random numbers; None leaves them to the caller.
         """
-        random = nullcontext() if batch is None else self._keyed(batch, work)
+        random: AbstractContextManager[None] = nullcontext()
+        if batch is not None:
+            again = self.rule == "recompute" and not torch.is_grad_enabled()
+            random = keyed(self.seed_of(batch), self.device, self.habits, work, again=again)
         with random:
             with precision(self.device, self._autocast):
                 output = self._call(given, work.inputs or nest.tensors(given))
@@ -129,27 +134,6 @@ class Network:
             if work.penalized and torch.is_grad_enabled():
                 work.penalty = self._compute_penalty()
             return output, loss
-
-    @contextmanager
-    def _keyed(self, batch: int, work: Work) -> Iterator[None]:
-        """Lets a forward draw numbers that depend on its seed alone.
-
-        Python's and NumPy's generators are set once a stage is known to draw from them. If another
-        thread is why it is taken for one that does, keys change nothing that it computes.
-        """
-        keyed = self.habits.draws is not False and work.drawn is None
-        with (
-            seeded(self.seed_of(batch), self.device, host=keyed),
-            host_replayed(work.drawn),
-        ):
-            replayed = self.rule == "recompute" and not torch.is_grad_enabled()
-            before = None if self.habits.draws else HostState.now(whole=replayed and not keyed)
-            yield
-            if before is None:
-                return
-            self.habits.draws = before.moved
-            if self.habits.draws and before.whole is not None:
-                work.drawn = before
 
     def _refuse_hidden_tensors(self, output: Nest) -> None:
         words = f"stage {self.index} ({_describe(self.module)}) returned"
@@ -168,7 +152,7 @@ class Network:
 
     def build_graph(self, batch: int | None, work: Work, given: Nest) -> tuple[Nest, Tensor | None]:
         """One forward of which ``work`` keeps the graph."""
-        work.leaves = nest.replace(given, lambda t: t.detach().requires_grad_(t.requires_grad))
+        work.leaves = nest.detached(given)
         work.inputs = nest.tensors(work.leaves)
         watched: AbstractContextManager[None] = nullcontext()
         if self.rule in ("stash", "current"):
@@ -194,7 +178,7 @@ class Network:
         if first:
             ends = [end for end in (work.loss, work.penalty) if end is not None]
             self.saved.look_at([*work.outputs, *ends])
-        if not self.saved.knows(work.graph) and not first:
+        if self.saved.is_unlike and not first:
             self._inspect_again(batch, work, given)
         if self.rule == "stash" and self.habits.hides:
             stashed = work.stashed or Tensor.detach
@@ -223,6 +207,13 @@ class Network:
                 " newest. Use backward='stash', which keeps all weights, or backward='recompute'."
             )
         self.habits.hides = True
+
+    def backward(self, work: Work, gradients: Sequence[Tensor | None]) -> None:
+        """Adds to the gradients of weights and inputs where they are gathered."""
+        outputs, starts = self.starts(work, gradients)
+        with self.lent_again(work):
+            if outputs:
+                torch.autograd.backward(outputs, starts)
 
     def lent_again(self, work: Work) -> AbstractContextManager[None]:
         """For a backward that runs forwards again, which read weights of earlier stages."""

@@ -47,15 +47,15 @@ class Direct:
     ) -> tuple[Nest, Tensor | None]:
         """``copies``: where the weights that the backward needs are copied; None to leave them."""
         stage, network = self._stage, self._stage.network
-        penalized = network.penalizes(flight.batch)
-        work = flight.work = Work(target=target, scale=scale, penalized=penalized)
+        work = flight.work = Work(target=target, scale=scale)
         if copies is not None:
             work.copies, work.stashed = copies, copied_into(copies)
         weights: Sequence[Tensor] | None = stage.old_versions.get(flight.version)
         if stage.corrector.active:
             weights = stage.corrector.forward_weights(flight, stage.version, weights)
         flight.lent = weights is not None
-        with weights_set_to(stage.trainable, weights):
+        lent = nullcontext() if weights is None else weights_set_to(stage.trainable, weights)
+        with lent:
             if network.rule != "recompute":
                 return network.forward(flight.batch, work, given, graph=True)
             work.given = given
@@ -81,11 +81,9 @@ class Direct:
         """Gathers the gradients of the weights and lets the flight land."""
         work = flight.work
         assert work is not None
-        outputs, starts = self._stage.network.starts(work, gradients)
         laid_out_anew = _kept_as_they_come(work.inputs)
-        with self._backward_weights(flight), self._stage.network.lent_again(work):
-            if outputs:
-                torch.autograd.backward(outputs, starts)
+        with self._backward_weights(flight):
+            self._stage.network.backward(work, gradients)
         self._stage.flights.land(flight.batch)
         return [laid_out_anew.get(place, t.grad) for place, t in enumerate(work.inputs)]
 

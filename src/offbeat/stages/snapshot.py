@@ -288,7 +288,7 @@ def _work_of(stage: "Stage", batch: int, state: WorkState, memory: _Memory) -> W
     work = Work(target=state["target"], scale=state["scale"], given=state["given"])
     work.penalized = stage.network.penalizes(batch)
     if state["graph"]:
-        leaves = nest.replace(state["leaves"], lambda t: t.detach().requires_grad_(t.requires_grad))
+        leaves = nest.detached(state["leaves"])
         work.leaves, work.inputs = leaves, nest.tensors(leaves)
         with _handing_back(stage, work.graph, state["saved"], memory):
             output, work.loss = stage.network.run(batch, work, leaves)

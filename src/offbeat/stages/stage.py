@@ -146,7 +146,8 @@ class Stage:
     def update(self) -> None:
         """Applies the gathered gradients: one optimizer step, one more version."""
         self.runner.update()
-        self.network.forget_sent()
+        if self.network.shared:
+            self.network.forget_sent()
         self.clip_to = None
         for parameter in self.trainable:
             parameter.grad = None

@@ -122,6 +122,8 @@ class SavedTensors:
     """Compiled BatchNorm saves statistics that it writes but does not read, and counts it as a
     change; as it is, it does neither."""
 
+    is_unlike: bool = True
+    """Whether the last graph saved more or less than all before it."""
     _inspection: "_Inspection | None" = None
     _inspected: set[tuple[int, int]] = field(default_factory=set)
     """How many tensors, and of how many weights, the graphs saved that were inspected."""
@@ -166,17 +168,13 @@ class SavedTensors:
                 inspection.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
                 stack.enter_context(inspection)
             yield
+        count = graph.size, len(graph.weights)
+        self.is_unlike = count not in self._inspected
+        self._inspected.add(count)
         if inspection is not None and inspection.foreign_hooks:
             if self.rule == "current":
                 self._refuse_checkpoint("set saved-tensor hooks of their own")
             self.habits.hides = True
-
-    def knows(self, graph: Graph) -> bool:
-        """Whether one that saves as much has been inspected; from now on it has."""
-        count = graph.size, len(graph.weights)
-        known = count in self._inspected
-        self._inspected.add(count)
-        return known
 
     def look_at(self, ends: Iterable[Tensor]) -> None:
         """Ends the inspection of a graph: what custom functions of autograd keep for themselves."""
