@@ -6,15 +6,16 @@ Checked in every step is what the first batch cannot decide: what a script has c
 what a loss depends on, whether a graph is one that was inspected, whether Python's or NumPy's
 generators were drawn from, what blocks return and which buffers they write, what a mean was taken
 over. For the turns without, these functions do nothing. Time is that of the processor, so that
-others on the machine do not count; a row is a block of steps of either kind.
+others on the machine count less; steps of either kind take turns, and a row is a round of them.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -111,11 +112,10 @@ METHODS = {
 }
 
 
-def block(trainer: offbeat.Trainer, batch: Batch, steps: int) -> float:
+def step(trainer: offbeat.Trainer, batch: Batch) -> float:
     began = time.process_time()
-    for _ in range(steps):
-        trainer.step(*batch)
-    return (time.process_time() - began) / steps
+    trainer.step(*batch)
+    return time.process_time() - began
 
 
 def measure(model: str, method: str, rounds: int, least_s: float) -> Iterator[dict[str, Any]]:
@@ -125,24 +125,25 @@ def measure(model: str, method: str, rounds: int, least_s: float) -> Iterator[di
         made, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
         method=METHODS[method], stages=3,
     )  # fmt: skip
-    block(trainer, batch, 12)  # the pipe is full, and whatever is learnt once is known
-    steps = max(1, round(least_s / block(trainer, batch, 3)))
+    for _ in range(12):  # the pipe is full, and whatever is learnt once is known
+        took = step(trainer, batch)
+    steps = max(2, round(least_s / took / 2))
     for number in range(rounds):
-        row: dict[str, Any] = {"model": model, "method": method, "round": number, "steps": steps}
-        for kind in ("checked", "unchecked") if number % 2 else ("unchecked", "checked"):
-            if kind == "checked":
-                row[kind] = block(trainer, batch, steps)
-                continue
-            with unchecked():
-                row[kind] = block(trainer, batch, steps)
-        yield row
+        times: dict[str, list[float]] = {"checked": [], "unchecked": []}
+        for _ in range(steps):
+            for kind, context in (("checked", nullcontext), ("unchecked", unchecked)):
+                with context():
+                    times[kind].append(step(trainer, batch))
+        # Medians: a step in which the machine did something else says nothing of either.
+        middle = {f"{kind}_s": median(found) for kind, found in times.items()}
+        yield {"model": model, "method": method, "round": number, "steps": steps, **middle}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of a block of steps")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -150,9 +151,9 @@ def main() -> None:
     for model in arguments.only:
         for method in METHODS:
             own = list(measure(model, method, arguments.rounds, arguments.seconds))
-            shares = sorted(row["checked"] / row["unchecked"] - 1 for row in own)
-            mid, ms = shares[len(shares) // 2], 1e3 * own[0]["checked"]
-            print(f"{model:10} {method:10} {mid:7.2%} of a step of {ms:.1f} ms", flush=True)
+            share = median(row["checked_s"] / row["unchecked_s"] - 1 for row in own)
+            ms = 1e3 * median(row["unchecked_s"] for row in own)
+            print(f"{model:10} {method:10} {share:7.2%} of a step of {ms:.1f} ms", flush=True)
             rows += own
     arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
