@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from offbeat.apart import Apart, others
+
 
 def seed_for(seed: int, *, stage: int, micro_batch: int, replica: int = 0) -> int:
     """The seed of one forward pass; a reference loop with dropout can use the same."""
@@ -36,18 +38,26 @@ def _seed_of(*key: object) -> int:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device, *, host: bool = False) -> Iterator[None]:
-    """Seeds the generators a forward on ``device`` may draw from, and puts them back after.
+def seeded(
+    seed: int, device: torch.device, *, host: bool = False, lent: bool = False
+) -> Iterator[Apart | None]:
+    """Seeds what a forward on ``device`` may draw from, and puts it back after.
 
-    ``host``: Python's and NumPy's global ones, too.
+    ``host``: Python's and NumPy's global generators, too. ``lent``: PyTorch's own ones, even where
+    other threads could draw from them meanwhile.
     """
     generators = _generators(device)
+    if not lent and others():
+        own = [torch.Generator(generator.device).manual_seed(seed) for generator in generators]
+        with _host_seeded(seed) if host else nullcontext(), Apart(own) as apart:
+            yield apart
+        return
     states = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed(seed)
     with _host_seeded(seed) if host else nullcontext():
         try:
-            yield
+            yield None
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)

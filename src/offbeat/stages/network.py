@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from offbeat import nest
+from offbeat.apart import offsets, others
 from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Bundle, Nest, is_dense
@@ -74,6 +76,9 @@ class Network:
         self.buffers = WrittenBuffers(self.modules, self.habits)
         self._is_compiled = compile
         self._compile()
+        self._replays: bool | None = None
+        self._moved: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        """How far forwards have moved generators, beside other threads."""
         self._loss = loss
         self._seed = seed
         self._autocast = autocast
@@ -100,6 +105,8 @@ class Network:
 
     def look_again(self, changes: Sequence[Change]) -> None:
         self.habits.forget()
+        self._replays = None
+        self._moved.clear()
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
             self.habits.inspected = self.habits.hides = False
         # Compiled code asks for attributes itself, and never for hooks.
@@ -119,7 +126,7 @@ class Network:
 
         ``batch`` decides the random numbers; None leaves them to the caller.
         """
-        random = nullcontext() if batch is None else self._keyed(batch, work)
+        random = nullcontext() if batch is None else self._keyed(batch, work, given)
         with random:
             with precision(self.device, self._autocast):
                 output = self._call(given, work.inputs or nest.tensors(given))
@@ -131,16 +138,18 @@ class Network:
             return output, loss
 
     @contextmanager
-    def _keyed(self, batch: int, work: Work) -> Iterator[None]:
+    def _keyed(self, batch: int, work: Work, given: Nest) -> Iterator[None]:
         """Lets a forward draw numbers that depend on its seed alone.
 
         Python's and NumPy's generators are set once a stage is known to draw from them. If another
         thread is why it is taken for one that does, keys change nothing that it computes.
         """
         keyed = self.habits.draws is not False and work.drawn is None
+        lent = self._is_compiled or self._replays_draws(batch, given)
         with (
-            seeded(self.seed_of(batch), self.device, host=keyed),
+            seeded(self.seed_of(batch), self.device, host=keyed, lent=lent),
             host_replayed(work.drawn),
+            self._alone(batch, work, given, lent=lent),
         ):
             replayed = self.rule == "recompute" and not torch.is_grad_enabled()
             before = None if self.habits.draws else HostState.now(whole=replayed and not keyed)
@@ -150,6 +159,56 @@ class Network:
             self.habits.draws = before.moved
             if self.habits.draws and before.whole is not None:
                 work.drawn = before
+
+    def _replays_draws(self, batch: int, given: Nest) -> bool:
+        """Whether activation checkpoints draw, which note the process's generator and replay it.
+
+        Asked beside other threads alone: then a first forward is run for nothing.
+        """
+        if self._replays is None and others():
+            random = seeded(self.seed_of(batch), self.device, host=True)
+            with self._for_nothing(), random as apart:
+                self.module(nest.copied(given))
+            self._replays = apart is not None and apart.replays
+        return bool(self._replays)
+
+    @contextmanager
+    def _for_nothing(self) -> Iterator[None]:
+        """Around a forward that leaves no trace."""
+        attributes = Attributes(self.modules)
+        buffers = WrittenBuffers(self.modules).restored()
+        with buffers, torch.no_grad(), precision(self.device, self._autocast):
+            yield
+        attributes.put_back()
+
+    @contextmanager
+    def _alone(self, batch: int, work: Work, given: Nest, *, lent: bool) -> Iterator[None]:
+        """Refuses a forward in which another thread has drawn from generators that are lent to it.
+
+        They have moved otherwise then than after one like it, and than after the same once more:
+        how many numbers a forward draws may depend on them.
+        """
+        yield
+        host = bool(self.habits.draws or work.drawn is not None)
+        if not (host or lent) or not (names := others()):
+            return
+        like = (self.module.training, host, lent, *(t.shape for t in nest.tensors(given)))
+        moved = offsets(host=host, lent=lent)
+        if self._moved.setdefault(like, moved) == moved:
+            return
+        random = seeded(self.seed_of(batch), self.device, host=host, lent=lent)
+        with self._for_nothing(), random, host_replayed(work.drawn):
+            output = self.module(nest.copied(given))
+            self._compute_loss(output, given, work.target)
+            again = offsets(host=host, lent=lent)
+        if again != moved:
+            raise StageError(
+                f"stage {self.index}: its forward moved the process's generators of random numbers"
+                f" otherwise than before, and thread {', '.join(map(repr, names))} lives beside it,"
+                " which may have drawn from them: then neither has the numbers it should have. Give"
+                " that thread generators of its own (torch.Generator, random.Random,"
+                " numpy.random.default_rng), or end it before training."
+            )
 
     def _refuse_hidden_tensors(self, output: Nest) -> None:
         words = f"stage {self.index} ({_describe(self.module)}) returned"
