@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers import assert_same_bits, trainer_for
-from offbeat.apart import Apart, others
 from offbeat.errors import StageError
 from offbeat.methods import DSP, StaleWeights
+from offbeat.rng import Apart, others
 
 
 class Augmentation:
@@ -32,6 +32,12 @@ class Augmentation:
     def _run(self) -> None:
         while not self._stop.wait(0.0002):
             self.drawn.append(self._draw())
+
+    def wait(self) -> None:
+        """Until it has drawn once more."""
+        count, deadline = len(self.drawn), time.monotonic() + 20
+        while len(self.drawn) == count and time.monotonic() < deadline:
+            time.sleep(0.0005)
 
     def __enter__(self) -> Augmentation:
         self._thread.start()
@@ -59,22 +65,24 @@ class Replayed(nn.Module):
         return found
 
 
-def net(*middle: nn.Module) -> nn.Sequential:
+def net(*middle: type[nn.Module]) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(6, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.RReLU(), *middle,
-        nn.Linear(16, 16), nn.AlphaDropout(0.2), nn.Linear(16, 4),
+        nn.Linear(6, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.RReLU(),
+        *(kind() for kind in middle), nn.Linear(16, 16), nn.AlphaDropout(0.2), nn.Linear(16, 4),
     )  # fmt: skip
 
 
-def train(model: nn.Sequential, method: Any, steps: int = 12, pause_s: float = 0.0) -> Any:
+def train(
+    model: nn.Sequential, method: Any, steps: int = 12, wait: Callable[[], None] = lambda: None
+) -> Any:
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(7)
     trainer = trainer_for(model, method, cuts=[3], seed=1)
     for _ in range(steps):
         x = torch.randn(8, 6, generator=generator)
         trainer.step(x, torch.randint(4, (8,), generator=generator))
-        time.sleep(pause_s)
+        wait()
     trainer.flush()
     return trainer.state_dict()
 
@@ -82,10 +90,10 @@ def train(model: nn.Sequential, method: Any, steps: int = 12, pause_s: float = 0
 @pytest.mark.parametrize("method", [StaleWeights(), DSP()], ids=str)
 def test_a_thread_that_draws_changes_no_mask_and_gets_no_number_twice(method: Any) -> None:
     alone = train(net(), method)
+    model = net()
     with Augmentation(lambda: torch.rand(2)) as thread:
-        torch.manual_seed(5)
-        beside = train(net(), method, pause_s=0.002)
-    assert len(thread.drawn) > 5
+        beside = train(model, method, wait=thread.wait)
+    assert len(thread.drawn) >= 12
     assert_same_bits(beside, alone)
     numbers = {tuple(pair.tolist()) for pair in thread.drawn}
     assert len(numbers) >= len(thread.drawn) - 3  # train() seeds anew once
@@ -99,7 +107,7 @@ def test_the_other_thread_draws_as_if_it_were_alone() -> None:
     with Augmentation(lambda: torch.rand(2)) as thread:
         for batch in batches:
             trainer.step(*batch)
-            time.sleep(0.002)
+            thread.wait()
     torch.manual_seed(9)
     assert len(thread.drawn) > 3
     assert all(torch.equal(found, torch.rand(2)) for found in thread.drawn)
@@ -116,12 +124,12 @@ def test_the_other_thread_draws_as_if_it_were_alone() -> None:
 )
 def test_what_has_to_be_lent_is_watched(inside: Any, draw: Any) -> None:
     """A thread that draws from it is noticed; one that does not changes nothing."""
-    alone = train(net(inside()), StaleWeights())
-    with Augmentation(lambda: None):
-        assert_same_bits(train(net(inside()), StaleWeights()), alone)
+    alone = train(net(inside), StaleWeights())
+    with Augmentation(lambda: None) as thread:
+        assert_same_bits(train(net(inside), StaleWeights(), wait=thread.wait), alone)
     words = "moved the process's generators .* otherwise than before, and thread 'prefetcher' lives"
     with Augmentation(draw), pytest.raises(StageError, match=words):
-        train(net(inside(), Pause()), StaleWeights(), steps=400)
+        train(net(inside, Pause), StaleWeights(), steps=400)
 
 
 class Pause(nn.Module):

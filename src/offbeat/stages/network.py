@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from offbeat import nest
-from offbeat.apart import offsets, others
 from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Bundle, Nest, is_dense
@@ -19,6 +17,7 @@ from offbeat.rng import HostState, host_replayed, seed_for, seeded
 from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
+from offbeat.stages.draws import Draws
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
@@ -76,9 +75,7 @@ class Network:
         self.buffers = WrittenBuffers(self.modules, self.habits)
         self._is_compiled = compile
         self._compile()
-        self._replays: bool | None = None
-        self._moved: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        """How far forwards have moved generators, beside other threads."""
+        self._draws = Draws(index, self.modules, device, self.habits)
         self._loss = loss
         self._seed = seed
         self._autocast = autocast
@@ -105,8 +102,7 @@ class Network:
 
     def look_again(self, changes: Sequence[Change]) -> None:
         self.habits.forget()
-        self._replays = None
-        self._moved.clear()
+        self._draws.forget()
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
             self.habits.inspected = self.habits.hides = False
         # Compiled code asks for attributes itself, and never for hooks.
@@ -145,11 +141,12 @@ class Network:
         thread is why it is taken for one that does, keys change nothing that it computes.
         """
         keyed = self.habits.draws is not False and work.drawn is None
-        lent = self._is_compiled or self._replays_draws(batch, given)
+        again = partial(self._try, work, given)
+        lent = self._is_compiled or self._draws.replays(self.seed_of(batch), again)
         with (
             seeded(self.seed_of(batch), self.device, host=keyed, lent=lent),
             host_replayed(work.drawn),
-            self._alone(batch, work, given, lent=lent),
+            self._draws.alone(self.seed_of(batch), again, given, work.drawn, lent=lent),
         ):
             replayed = self.rule == "recompute" and not torch.is_grad_enabled()
             before = None if self.habits.draws else HostState.now(whole=replayed and not keyed)
@@ -160,55 +157,11 @@ class Network:
             if self.habits.draws and before.whole is not None:
                 work.drawn = before
 
-    def _replays_draws(self, batch: int, given: Nest) -> bool:
-        """Whether activation checkpoints draw, which note the process's generator and replay it.
-
-        Asked beside other threads alone: then a first forward is run for nothing.
-        """
-        if self._replays is None and others():
-            random = seeded(self.seed_of(batch), self.device, host=True)
-            with self._for_nothing(), random as apart:
-                self.module(nest.copied(given))
-            self._replays = apart is not None and apart.replays
-        return bool(self._replays)
-
-    @contextmanager
-    def _for_nothing(self) -> Iterator[None]:
-        """Around a forward that leaves no trace."""
-        attributes = Attributes(self.modules)
-        buffers = WrittenBuffers(self.modules).restored()
-        with buffers, torch.no_grad(), precision(self.device, self._autocast):
-            yield
-        attributes.put_back()
-
-    @contextmanager
-    def _alone(self, batch: int, work: Work, given: Nest, *, lent: bool) -> Iterator[None]:
-        """Refuses a forward in which another thread has drawn from generators that are lent to it.
-
-        They have moved otherwise then than after one like it, and than after the same once more:
-        how many numbers a forward draws may depend on them.
-        """
-        yield
-        host = bool(self.habits.draws or work.drawn is not None)
-        if not (host or lent) or not (names := others()):
-            return
-        like = (self.module.training, host, lent, *(t.shape for t in nest.tensors(given)))
-        moved = offsets(host=host, lent=lent)
-        if self._moved.setdefault(like, moved) == moved:
-            return
-        random = seeded(self.seed_of(batch), self.device, host=host, lent=lent)
-        with self._for_nothing(), random, host_replayed(work.drawn):
+    def _try(self, work: Work, given: Nest) -> None:
+        """A forward for nothing, as far as random numbers can be drawn in it."""
+        with precision(self.device, self._autocast):
             output = self.module(nest.copied(given))
             self._compute_loss(output, given, work.target)
-            again = offsets(host=host, lent=lent)
-        if again != moved:
-            raise StageError(
-                f"stage {self.index}: its forward moved the process's generators of random numbers"
-                f" otherwise than before, and thread {', '.join(map(repr, names))} lives beside it,"
-                " which may have drawn from them: then neither has the numbers it should have. Give"
-                " that thread generators of its own (torch.Generator, random.Random,"
-                " numpy.random.default_rng), or end it before training."
-            )
 
     def _refuse_hidden_tensors(self, output: Nest) -> None:
         words = f"stage {self.index} ({_describe(self.module)}) returned"
