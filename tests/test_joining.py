@@ -99,7 +99,6 @@ def returned(
     for rank, result in enumerate(found):
         words = f"rank {rank}: replica 1 is back and joins at step {step}."
         assert f"{words} Averages go on over replica 0, 1, 2." in result["said"]
-        assert f"a replica came back at step {step} of this run" in result["refusals"][-1]
         if rank // row == 1:
             assert "do nothing else while trainer.behind is true" in result["refusals"][0]
         first = step if rank // row == 1 else 0

@@ -25,9 +25,7 @@ def steps_in(folder: Path) -> list[int]:
 def test_a_run_that_has_lost_a_replica_is_saved_and_goes_on_without_it(
     dies: int, tmp_path: Path
 ) -> None:
-    found = offbeat.launch(
-        jobs.store, 3, tmp_path, 3, dies, False, timeout_s=200, go_on=True
-    )
+    found = offbeat.launch(jobs.store, 3, tmp_path, 3, dies, False, timeout_s=200, go_on=True)
     left = [replica for replica in range(3) if replica != dies]
     assert steps_in(tmp_path / "exact") == [1, jobs.SAVED]
     manifest = tmp_path / f"exact/step-{jobs.SAVED:06}/manifest.json"

@@ -5,13 +5,18 @@ draws the same numbers in one process and in many, a recomputation replays its f
 caller's own generator is left where it was.
 
 Python's and NumPy's global generators are set only for stages that draw from them: other threads of
-a script may draw from them, too.
+a script may draw from them, too. So they may from PyTorch's own: while there are other threads,
+each operation of a stage that draws is handed a generator of the stage's (:class:`Apart`), and
+nothing that others can see is touched. Where that cannot be (compiled code, activation checkpoints,
+which note and replay the process's generator), it is lent as ever, and how far it has moved tells
+whether somebody else has drawn, too.
 """
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import string_at
 from functools import cache
 from hashlib import blake2b
@@ -19,6 +24,9 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def seed_for(seed: int, *, stage: int, micro_batch: int, replica: int = 0) -> int:
@@ -51,18 +59,26 @@ class Work(Protocol):
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device, *, host: bool = False) -> Iterator[None]:
-    """Seeds the generators a forward on ``device`` may draw from, and puts them back after.
+def seeded(
+    seed: int, device: torch.device, *, host: bool = False, lent: bool = False
+) -> Iterator["Apart | None"]:
+    """Seeds what a forward on ``device`` may draw from, and puts it back after.
 
-    ``host``: Python's and NumPy's global ones, too.
+    ``host``: Python's and NumPy's global generators, too. ``lent``: PyTorch's own ones, even where
+    other threads could draw from them meanwhile.
     """
     generators = _generators(device)
+    if not lent and others():
+        own = [torch.Generator(generator.device).manual_seed(seed) for generator in generators]
+        with _host_seeded(seed) if host else nullcontext(), Apart(own) as apart:
+            yield apart
+        return
     states = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed(seed)
     with _host_seeded(seed) if host else nullcontext():
         try:
-            yield
+            yield None
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
@@ -89,16 +105,25 @@ def host_replayed(drawn: "HostState | None") -> Iterator[None]:
 
 @contextmanager
 def keyed(
-    seed: int, device: torch.device, habits: Habits, work: Work, *, again: bool
+    seed: int,
+    device: torch.device,
+    habits: Habits,
+    work: Work,
+    *,
+    again: bool,
+    lent: bool = False,
+    watch: AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
     """Lets a forward draw numbers that depend on its seed alone.
 
     Python's and NumPy's generators are set once it is known to draw from them. If another thread is
     why it is taken for one that does, keys change nothing that it computes. ``again``: what it
-    draws without a key has to be drawn once more later.
+    draws without a key has to be drawn once more later. ``lent``: as for :func:`seeded`. ``watch``:
+    sees where generators stand before they are put back.
     """
     host = habits.draws is not False and work.drawn is None
-    with seeded(seed, device, host=host), host_replayed(work.drawn):
+    random = seeded(seed, device, host=host, lent=lent)
+    with random, host_replayed(work.drawn), watch or nullcontext():
         before = None if habits.draws else HostState.now(whole=again and not host)
         yield
         if before is None:
@@ -218,3 +243,141 @@ def set_generators(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
     name, numbers, *rest = states["numpy"]
     np.random.set_state((name, numbers.numpy().astype(np.uint32), *rest))
+
+
+# ------------------------------------------------------------------------- beside other threads
+
+
+_HARMLESS = ("offbeat-", "QueueFeederThread", "pin_memory", "tqdm", "IPythonHistorySavingThread")
+"""Names of threads that never draw: this library's own, and those of loaders and progress bars."""
+_REPLAYING = torch.utils.checkpoint.__file__
+
+
+def others() -> list[str]:
+    """The other threads of the script, by name."""
+    if threading.active_count() == 1:
+        return []
+    own = threading.current_thread()
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not own and not _is_harmless(thread)
+    ]
+
+
+def _is_harmless(thread: threading.Thread) -> bool:
+    kind = type(thread).__name__
+    return thread.name.startswith(_HARMLESS) or "pin_memory" in thread.name or kind == "TMonitor"
+
+
+class Apart(TorchDispatchMode):
+    """Operations of this thread draw from these generators, wherever they would from the process's.
+
+    A mode is of one thread: others draw as ever.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self._own = {generator.device.type: generator for generator in generators}
+        self.replays = False
+        """Whether an activation checkpoint has drawn, whose backward will draw again."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(func):
+            return func(*args, **kwargs)
+        self.replays = self.replays or _is_replayed()
+        own = self._own.get(_device_of(args, kwargs))
+        taker, place = _taking(func)
+        given = kwargs.get("generator") or (args[place] if place < len(args) else None)
+        if own is None or (given is not None and not _is_process_own(given)):
+            return func(*args, **kwargs)
+        if taker is None:
+            return _lend(own, lambda: func(*args, **kwargs))
+        if place < len(args):
+            return taker(*args[:place], own, *args[place + 1 :], **kwargs)
+        return taker(*args, **{**kwargs, "generator": own})
+
+
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def _taking(func: Any) -> tuple[Any, int]:
+    """The form of an operation that takes a generator, and where; None if there is none."""
+    space, operation, name = str(func).split(".")
+    forms = ["generator"] if name == "default" else [f"{name}_generator"]
+    forms += [name.replace("low", "low_generator")] if "low" in name else []
+    for form in (name, *(form for form in forms if hasattr(func.overloadpacket, form))):
+        overload = "" if form == "default" else form
+        schema: Any = torch._C._get_schema(f"{space}::{operation}", overload)
+        for place, argument in enumerate(schema.arguments):
+            if argument.name == "generator":
+                taker = getattr(func.overloadpacket, form)
+                return taker, sys.maxsize if argument.kwarg_only else place
+    return None, sys.maxsize
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    device = kwargs.get("device")
+    tensor = next((one for one in args if isinstance(one, Tensor)), None)
+    if device is None and tensor is not None:
+        device = tensor.device
+    return torch.device(device or "cpu").type
+
+
+def _is_process_own(generator: torch.Generator) -> bool:
+    own = [torch.default_generator]
+    own += torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    # Torch makes the Python object anew wherever it hands one over; what it stands for is the same.
+    same: Any = torch.Generator._cdata  # type: ignore[attr-defined]
+    return any(same.__get__(generator) == same.__get__(one) for one in own)
+
+
+def _is_replayed() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == _REPLAYING:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _default_for(own: torch.Generator) -> torch.Generator:
+    if own.device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[own.device.index or 0]
+
+
+def _lend(own: torch.Generator, operation: Callable[[], Any]) -> Any:
+    """For an operation that takes no generator: until nobody else has drawn in the meantime."""
+    default, begin = _default_for(own), own.get_state()
+    ends: list[Tensor] = []
+    while len(ends) < 2 or not torch.equal(ends[-1], ends[-2]):
+        before = default.get_state()
+        default.set_state(begin)
+        result = operation()
+        ends.append(default.get_state())
+        default.set_state(before)
+    own.set_state(ends[-1])
+    return result
+
+
+def offsets(*, host: bool, lent: bool) -> tuple[Any, ...]:
+    """How far generators are in the block of numbers that each has drawn ahead.
+
+    ``host``: Python's and NumPy's; ``lent``: PyTorch's.
+    """
+    found: list[Any] = []
+    if host:
+        numpy: Any = np.random.get_state(legacy=False)
+        found += [random.getstate()[1][-1], numpy["state"]["pos"], numpy["has_gauss"]]
+    if lent:
+        found += torch.default_generator.get_state()[8:16].tolist()
+    if lent and torch.cuda.is_initialized():
+        found += [generator.get_offset() for generator in torch.cuda.default_generators]
+    return tuple(found)

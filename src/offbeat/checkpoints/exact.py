@@ -145,9 +145,15 @@ def resume(pipeline: Pipeline, path: Path, manifest: Manifest) -> None:
     pipeline.models.make_room()
     placement = engine.placement
     files = {name: tensorfile.read(path / name) for name in files_for(placement, saved)}
-    processes: dict[int, State] = {
-        rank: files[_first_file(saved, rank)]["process"] for rank in _holders(placement, saved)
-    }
+    processes: dict[int, State] = {}
+    for rank in _holders(placement, saved):
+        state = files[_first_file(saved, rank)]
+        if "process" not in state:
+            raise CheckpointError(
+                f"{path} was not saved by the processes that its manifest names: it has been"
+                " changed. Resume from another checkpoint."
+            )
+        processes[rank] = state["process"]
     rank, process = next(iter(processes.items()))
     cuts = facts_of(pipeline)["cuts"]
     if cuts is not None and cuts != manifest["cuts"]:

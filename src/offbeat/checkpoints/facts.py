@@ -93,7 +93,9 @@ def placement_of(manifest: Manifest) -> Placement | None:
         whole = size in (1, stages * replicas)
         return Placement.across(stages, replicas, size, 0) if whole and size else None
     try:
-        ranks = tuple(tuple(map(int, row)) for row in rows)
+        ranks = tuple(map(tuple, rows))
+        if any(type(rank) is not int for rank in chain(*ranks)):
+            return None
         if [len(row) for row in ranks] != [stages] * len(rows) or len(rows) != replicas:
             return None
         counts = [ranks[0].count(rank) for rank in dict.fromkeys(ranks[0])]

@@ -13,10 +13,11 @@ from offbeat import nest
 from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Bundle, Nest, is_dense
-from offbeat.rng import keyed, seed_for
+from offbeat.rng import seed_for
 from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
+from offbeat.stages.draws import Draws
 from offbeat.stages.fill import Fill
 from offbeat.stages.flight import Work
 from offbeat.stages.habits import Habits
@@ -74,6 +75,7 @@ class Network:
         self.buffers = WrittenBuffers(self.modules, self.habits)
         self._is_compiled = compile
         self._compile()
+        self._draws = Draws(index, self.modules, device, self.habits)
         self._loss = loss
         self._seed = seed
         self._autocast = autocast
@@ -100,6 +102,7 @@ class Network:
 
     def look_again(self, changes: Sequence[Change]) -> None:
         self.habits.forget()
+        self._draws.forget()
         if not all(change.is_number for change in changes):  # which decide on no branch, as a rule
             self.habits.inspected = self.habits.hides = False
         # Compiled code asks for attributes itself, and never for hooks.
@@ -124,7 +127,9 @@ class Network:
         random: AbstractContextManager[None] = nullcontext()
         if batch is not None:
             again = self.rule == "recompute" and not torch.is_grad_enabled()
-            random = keyed(self.seed_of(batch), self.device, self.habits, work, again=again)
+            forward = partial(self._try, work, given)
+            seed, lent = self.seed_of(batch), self._is_compiled
+            random = self._draws.keyed(seed, work, given, forward, again=again, lent=lent)
         with random:
             with precision(self.device, self._autocast):
                 output = self._call(given, work.inputs or nest.tensors(given))
@@ -134,6 +139,12 @@ class Network:
             if work.penalized and torch.is_grad_enabled():
                 work.penalty = self._compute_penalty()
             return output, loss
+
+    def _try(self, work: Work, given: Nest) -> None:
+        """A forward for nothing, as far as random numbers can be drawn in it."""
+        with precision(self.device, self._autocast):
+            output = self.module(nest.copied(given))
+            self._compute_loss(output, given, work.target)
 
     def _refuse_hidden_tensors(self, output: Nest) -> None:
         words = f"stage {self.index} ({_describe(self.module)}) returned"
