@@ -5,6 +5,7 @@ of them is where stages do not wait for each other. See docs/hugging-face.md.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -36,6 +37,8 @@ from offbeat.trainer import Trainer as Pipeline
 try:
     import transformers
     from accelerate.utils import convert_to_fp32
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import get_last_checkpoint
 
     from offbeat.integrations.rows import Accelerator, Rows, State
 except ImportError as error:
@@ -43,6 +46,8 @@ except ImportError as error:
         f"offbeat.integrations.transformers needs transformers and accelerate ({error}): install"
         " them with pip install 'offbeat[transformers]'."
     ) from error
+
+log = logging.getLogger("offbeat")
 
 STATE = "offbeat"
 """The folder, in a checkpoint of theirs, with what stages have beside weights."""
@@ -150,6 +155,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 " trial."
             )
         self.pipeline = None
+        resume_from_checkpoint = finished(resume_from_checkpoint, self.args.output_dir)
         try:
             output = super().train(resume_from_checkpoint, trial, *others, **settings)
         finally:
@@ -348,6 +354,26 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super()._load_best_model()
         if self.pipeline is not None:
             self.pipeline.load_state_dict(self.model.state_dict())
+
+
+def finished(checkpoint: Any, folder: str) -> Any:
+    """The checkpoint to go on from: one that was being written at the end of a run is none."""
+    if checkpoint is True:
+        checkpoint = get_last_checkpoint(folder)
+    if not checkpoint or (Path(checkpoint) / TRAINER_STATE_NAME).exists():
+        return checkpoint
+    newest = Path(checkpoint)
+    others = (path for path in newest.parent.glob("checkpoint-*") if path != newest)
+    numbers = {path: path.name.rpartition("-")[2] for path in others}
+    whole = [p for p, n in numbers.items() if n.isdigit() and (p / TRAINER_STATE_NAME).exists()]
+    if not whole or not newest.name.startswith("checkpoint-"):
+        raise ConfigurationError(
+            f"{newest} is no checkpoint, or was not finished (it has no {TRAINER_STATE_NAME}), and"
+            " there is none beside it: start anew, in another folder."
+        )
+    found = max(whole, key=lambda path: int(numbers[path]))
+    log.warning("%s was not finished (no %s): going on from %s.", newest, TRAINER_STATE_NAME, found)
+    return str(found)
 
 
 class _Pipelined(StandIn):
