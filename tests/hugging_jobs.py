@@ -81,6 +81,7 @@ def story_of(trainer: Any, resume: Any = None) -> dict[str, Any]:
         "loss": [line["loss"] for line in history if "loss" in line],
         "evaluated": [line["eval_loss"] for line in history if "eval_loss" in line],
         "rates": [line["learning_rate"] for line in history if "learning_rate" in line],
+        "norms": [line["grad_norm"] for line in history if "grad_norm" in line],
         "mean": output.training_loss,
         "step": trainer.state.global_step,
         "weights": {name: value.clone() for name, value in trainer.model.state_dict().items()},

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with stages: the same numbers as theirs, the same files, the same verbs."""
+"""Hugging Face's Trainer with stages: the numbers, files and verbs of theirs."""
 
 from __future__ import annotations
 
@@ -133,6 +133,7 @@ def test_a_run_that_is_taken_up_again_ends_with_the_same_bits(tmp_path: Path, bu
     again = run(
         str(tmp_path / "again"), how, build, str(tmp_path / "whole" / "checkpoint-8"), **more
     )
+    assert whole.pop("mean") != again.pop("mean")  # theirs, too, is that of the steps of one call
     assert same(whole, again)
 
 
@@ -143,6 +144,7 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(
     whole = run(str(tmp_path), {"stages": 2}, **more)
     (tmp_path / "checkpoint-12" / "trainer_state.json").unlink()
     again = run(str(tmp_path), {"stages": 2}, gpt, True, **more)
+    assert whole.pop("mean") != again.pop("mean")
     assert same(whole, again)
     (tmp_path / "checkpoint-4").mkdir(exist_ok=True)
     with pytest.raises(ConfigurationError, match="was not finished"):
@@ -183,7 +185,10 @@ def test_processes_tell_the_same_story(tmp_path: Path) -> None:
     taken_up = partial(
         run, str(tmp_path / "two"), how, gpt, str(tmp_path / "two" / "checkpoint-8"), **more
     )
-    assert all(same(alone, story) for story in offbeat.launch(taken_up, 3))
+    del alone["mean"]  # theirs, too, is that of the steps of one call
+    for story in offbeat.launch(taken_up, 3):
+        del story["mean"]
+        assert same(alone, story)
 
 
 @pytest.mark.timeout(240)
@@ -243,7 +248,7 @@ def test_a_loss_of_ones_own_is_computed_where_the_loss_is(tmp_path: Path) -> Non
             {"method": offbeat.ADL(accumulate=4)},
             "must be the same number",
         ),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
          {"stages": 2}, "goes by a metric"),
         ({"accelerator_config": {"split_batches": True}}, {}, "split_batches=True"),
     ],

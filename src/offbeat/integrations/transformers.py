@@ -6,6 +6,7 @@ of them is where stages do not wait for each other. See docs/hugging-face.md.
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -32,6 +33,7 @@ from offbeat.integrations.refusals import (
 )
 from offbeat.integrations.stand_ins import Answer, Call, Output, Question, StandIn
 from offbeat.nest import Nest
+from offbeat.records import disk
 from offbeat.trainer import Trainer as Pipeline
 
 try:
@@ -51,7 +53,8 @@ log = logging.getLogger("offbeat")
 
 STATE = "offbeat"
 """The folder, in a checkpoint of theirs, with what stages have beside weights."""
-CUTS = "offbeat.json"
+FACTS = "offbeat.json"
+"""Beside it: where stages begin, and losses that belong to the next line of the log."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -126,11 +129,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         check_scheduler(self.lr_scheduler)
         count_steps(self.optimizer, lambda: None)  # stages have stepped already
         settings = {"seed": self.args.seed, **self._settings, "method": self._method}
-        folder = self._resumed_from
-        if folder is not None and "stages" in settings and (folder / CUTS).exists():
-            stored = json.loads((folder / CUTS).read_text())
-            if stored is not None and len(stored) + 1 == settings["stages"]:
-                settings["cuts"] = stored  # of the first batch of all, not of the next one
+        stored = self._facts(self._resumed_from)
+        cuts = stored.get("cuts")
+        if cuts is not None and len(cuts) + 1 == settings.get("stages"):
+            settings["cuts"] = cuts  # of the first batch of all, not of the next one
         if self.args.max_grad_norm and self.args.max_grad_norm > 0:
             settings["clip"] = self.args.max_grad_norm
         self.model.train()
@@ -144,7 +146,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             **settings,
         )
         self._count = _parts_per_update(self.pipeline)
-        self._updates, self._due, self._late = 0, 0, []
+        self._updates = self._due = 0
+        self._late = [torch.tensor(loss) for loss in stored.get("late", ())]
+        self.accelerator.norm_of = lambda: self.pipeline and self.pipeline.gradient_norm
+
+    def _facts(self, folder: Path | None) -> dict[str, Any]:
+        known = folder is not None and (folder / FACTS).exists()
+        return json.loads((folder / FACTS).read_text()) if folder and known else {}
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *others: Any, **settings: Any
@@ -307,9 +315,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.pipeline.gather()
             self._is_whole = True
 
-    def _save_checkpoint(self, *arguments: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.args.should_save:  # what an earlier run has left there, which did not get further
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            shutil.rmtree(folder / STATE, ignore_errors=True)
         self._gather()
-        super()._save_checkpoint(*arguments)
+        super()._save_checkpoint(model, trial)
 
     def save_model(self, *arguments: Any, **settings: Any) -> None:
         self._gather()
@@ -323,8 +334,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert self.pipeline is not None
         self.pipeline.save(Path(output_dir) / STATE, drain=True, wait=True)
         if self.args.should_save:
-            cuts = self.pipeline.cuts
-            (Path(output_dir) / CUTS).write_text(json.dumps(cuts and list(cuts)))
+            facts = {"cuts": self.pipeline.cuts, "late": [float(loss) for loss in self._late]}
+            disk.write(Path(output_dir) / FACTS, [json.dumps(facts).encode()])
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_rng_state(self, output_dir: str) -> None:
