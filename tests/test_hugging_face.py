@@ -66,8 +66,10 @@ def test_their_arguments_mean_what_they_mean_there(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     more: dict[str, Any] = {**arguments, "num_train_epochs": 1}
-    theirs = run(str(tmp_path), None, **more)
-    assert same(theirs, run(str(tmp_path), {"stages": 3}, **more))
+    theirs, ours = (run(str(tmp_path), how, **more) for how in (None, {"stages": 3}))
+    if not arguments.get("max_grad_norm", 1.0):
+        assert ours.pop("norms") == [] and theirs.pop("norms")  # nobody asks for them
+    assert same(theirs, ours)
 
 
 @pytest.mark.parametrize("name", TEN)

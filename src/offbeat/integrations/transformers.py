@@ -94,6 +94,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._is_whole = True
         self._resumed_from: Path | None = None
         super().__init__(model, args, *others, **settings)
+        if self._rows.replicas > 1 and not args.average_tokens_across_devices:
+            raise ConfigurationError(
+                "average_tokens_across_devices=False: labels are counted over all replicas here, so"
+                " that it does not matter which process has which. Leave it out."
+            )
         if self._rows.replicas > 1 and args.train_sampling_strategy == "batch_rebalance":
             raise ConfigurationError(
                 "train_sampling_strategy='batch_rebalance' divides rows among processes itself, and"
@@ -250,6 +255,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if own is None:
                 counted = self.model_accepts_loss_kwargs and y["num_items_in_batch"] is not None
                 own = counted or self.compute_loss_func is not None
+            counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            if counted and y["num_items_in_batch"] is not None and self._rows.replicas_here > 1:
+                loss = loss * self._rows.replicas_here  # as theirs does for processes
             if not own:
                 loss = loss / y["parts"]
                 loss = loss if y["share"] == 1.0 else loss * y["share"]
@@ -315,12 +323,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.pipeline.gather()
             self._is_whole = True
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.args.should_save:  # what an earlier run has left there, which did not get further
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(folder / STATE, ignore_errors=True)
+    def _save_checkpoint(self, *arguments: Any) -> None:
         self._gather()
-        super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(*arguments)
 
     def save_model(self, *arguments: Any, **settings: Any) -> None:
         self._gather()
@@ -332,8 +337,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.pipeline is not None
-        self.pipeline.save(Path(output_dir) / STATE, drain=True, wait=True)
+        # Beside the checkpoints, which theirs may delete: the ledger of a long run is there, too.
+        beside = Path(output_dir).parent / f".{STATE}"
+        written = self.pipeline.save(beside, drain=True, wait=True)
+        self._is_whole = False  # a drain hides what other processes train
         if self.args.should_save:
+            folder = Path(output_dir) / STATE
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that did not get further
+            folder.mkdir(parents=True)
+            written.rename(folder / written.name)
             facts = {"cuts": self.pipeline.cuts, "late": [float(loss) for loss in self._late]}
             disk.write(Path(output_dir) / FACTS, [json.dumps(facts).encode()])
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
