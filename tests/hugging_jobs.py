@@ -70,9 +70,7 @@ def trainer_of(
     rows = sentences() if rows is None else rows
     kind = kind or (transformers.Trainer if offbeat is None else Trainer)
     more = {} if offbeat is None else {"offbeat": offbeat}
-    return kind(
-        model, args, train_dataset=rows, eval_dataset=rows[:5], **(settings or {}), **more
-    )
+    return kind(model, args, train_dataset=rows, eval_dataset=rows[:5], **(settings or {}), **more)
 
 
 def story_of(trainer: Any, resume: Any = None) -> dict[str, Any]:
@@ -83,6 +81,7 @@ def story_of(trainer: Any, resume: Any = None) -> dict[str, Any]:
         "loss": [line["loss"] for line in history if "loss" in line],
         "evaluated": [line["eval_loss"] for line in history if "eval_loss" in line],
         "rates": [line["learning_rate"] for line in history if "learning_rate" in line],
+        "norms": [line["grad_norm"] for line in history if "grad_norm" in line],
         "mean": output.training_loss,
         "step": trainer.state.global_step,
         "weights": {name: value.clone() for name, value in trainer.model.state_dict().items()},
@@ -109,11 +108,11 @@ def run(
     return story_of(trainer_of(build(), folder, offbeat, **more), resume)
 
 
-def rows_of(architecture: Architecture) -> tuple[Rows, Callable[..., Any]]:
-    """The rows of an architecture's batches, with their targets as labels, and its loss."""
+def rows_of(architecture: Architecture) -> Rows:
+    """The rows of an architecture's batches, with their targets as labels of the model's own."""
     rows: Rows = []
     for x, y in architecture.batches():
         for number in range(len(y)):
             row = {name: value[number] for name, value in x.items()}
             rows.append({**row, "labels": y[number]})
-    return rows, lambda output, labels, num_items_in_batch=None: architecture.loss(output, labels)
+    return rows

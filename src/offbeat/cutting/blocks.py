@@ -57,7 +57,7 @@ class BlocksCut(Cut):
         }
         if not lists or (paths and paths[0].rpartition(".")[0] not in lists):
             return None
-        longest = max(lists, key=lambda name: len(lists[name]))
+        longest = _planned(model, lists) or max(lists, key=lambda name: len(lists[name]))
         found = [_find_list(model, lists, path, longest) for path in paths]
         path = found[0] if found else longest
         if path is None or {*found} - {path}:
@@ -102,6 +102,16 @@ class BlocksCut(Cut):
             if isinstance(stage, _First | _Last):
                 for change in changes:
                     stage.body.follow(change)
+
+
+def _planned(model: nn.Module, lists: dict[str, nn.ModuleList]) -> str | None:
+    """The list that a model of transformers says is its pipeline; whether it is, is compared."""
+    for path, module in model.named_modules():
+        plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
+        for name in [f"{path}.{child}".lstrip(".") for child in plan]:
+            if name in lists:
+                return name
+    return None
 
 
 def _find_list(

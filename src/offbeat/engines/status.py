@@ -110,6 +110,13 @@ class Status:
         return next((float(optimizer.param_groups[0]["lr"]) for optimizer in optimizers), None)
 
     @property
+    def gradient_norm(self) -> float | None:
+        """Of the last update's gradients before ``clip``; None where a stage lags, or none."""
+        norms = [worker.stage.norm for worker in self._engine.workers]
+        known = norms[0] if norms and not any(self.lags) and self._engine.lanes is None else None
+        return None if known is None else float(known)
+
+    @property
     def rank(self) -> int:
         """Which process this is; 0 when there is one."""
         return self._engine.rank

@@ -4,7 +4,7 @@ Its state counts processes, and all that divides data goes by that count. Here a
 several processes, or several replicas one process, so a count of rows takes its place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,8 @@ class Accelerator(accelerate.Accelerator):
     rows: Rows
     alone = False
     """Whether every process reads all data: in evaluation."""
+    norm_of: Callable[[], float | None] = staticmethod(lambda: None)
+    """Of the gradients that stages have clipped, where one number says it."""
 
     @property
     def num_processes(self) -> int:
@@ -118,5 +120,6 @@ class Accelerator(accelerate.Accelerator):
     def pad_across_processes(self, tensor: Any, *_: Any, **__: Any) -> Any:
         return tensor
 
-    def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
-        """Stages clip their own gradients, before they apply them."""
+    def clip_grad_norm_(self, *_: Any, **__: Any) -> float | None:
+        """Stages have clipped their gradients, before they applied them."""
+        return self.norm_of()

@@ -5,6 +5,8 @@ of them is where stages do not wait for each other. See docs/hugging-face.md.
 """
 
 import json
+import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -31,11 +33,14 @@ from offbeat.integrations.refusals import (
 )
 from offbeat.integrations.stand_ins import Answer, Call, Output, Question, StandIn
 from offbeat.nest import Nest
+from offbeat.records import disk
 from offbeat.trainer import Trainer as Pipeline
 
 try:
     import transformers
     from accelerate.utils import convert_to_fp32
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import get_last_checkpoint
 
     from offbeat.integrations.rows import Accelerator, Rows, State
 except ImportError as error:
@@ -44,9 +49,12 @@ except ImportError as error:
         " them with pip install 'offbeat[transformers]'."
     ) from error
 
+log = logging.getLogger("offbeat")
+
 STATE = "offbeat"
 """The folder, in a checkpoint of theirs, with what stages have beside weights."""
-CUTS = "offbeat.json"
+FACTS = "offbeat.json"
+"""Beside it: where stages begin, and losses that belong to the next line of the log."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -86,6 +94,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._is_whole = True
         self._resumed_from: Path | None = None
         super().__init__(model, args, *others, **settings)
+        if self._rows.replicas > 1 and not args.average_tokens_across_devices:
+            raise ConfigurationError(
+                "average_tokens_across_devices=False: labels are counted over all replicas here, so"
+                " that it does not matter which process has which. Leave it out."
+            )
         if self._rows.replicas > 1 and args.train_sampling_strategy == "batch_rebalance":
             raise ConfigurationError(
                 "train_sampling_strategy='batch_rebalance' divides rows among processes itself, and"
@@ -121,11 +134,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         check_scheduler(self.lr_scheduler)
         count_steps(self.optimizer, lambda: None)  # stages have stepped already
         settings = {"seed": self.args.seed, **self._settings, "method": self._method}
-        folder = self._resumed_from
-        if folder is not None and "stages" in settings and (folder / CUTS).exists():
-            stored = json.loads((folder / CUTS).read_text())
-            if stored is not None and len(stored) + 1 == settings["stages"]:
-                settings["cuts"] = stored  # of the first batch of all, not of the next one
+        stored = self._facts(self._resumed_from)
+        cuts = stored.get("cuts")
+        if cuts is not None and len(cuts) + 1 == settings.get("stages"):
+            settings["cuts"] = cuts  # of the first batch of all, not of the next one
         if self.args.max_grad_norm and self.args.max_grad_norm > 0:
             settings["clip"] = self.args.max_grad_norm
         self.model.train()
@@ -139,7 +151,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             **settings,
         )
         self._count = _parts_per_update(self.pipeline)
-        self._updates, self._due, self._late = 0, 0, []
+        self._updates = self._due = 0
+        self._late = [torch.tensor(loss) for loss in stored.get("late", ())]
+        self.accelerator.norm_of = lambda: self.pipeline and self.pipeline.gradient_norm
+
+    def _facts(self, folder: Path | None) -> dict[str, Any]:
+        known = folder is not None and (folder / FACTS).exists()
+        return json.loads((folder / FACTS).read_text()) if folder and known else {}
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *others: Any, **settings: Any
@@ -150,6 +168,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 " trial."
             )
         self.pipeline = None
+        resume_from_checkpoint = finished(resume_from_checkpoint, self.args.output_dir)
         try:
             output = super().train(resume_from_checkpoint, trial, *others, **settings)
         finally:
@@ -236,6 +255,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if own is None:
                 counted = self.model_accepts_loss_kwargs and y["num_items_in_batch"] is not None
                 own = counted or self.compute_loss_func is not None
+            counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            if counted and y["num_items_in_batch"] is not None and self._rows.replicas_here > 1:
+                loss = loss * self._rows.replicas_here  # as theirs does for processes
             if not own:
                 loss = loss / y["parts"]
                 loss = loss if y["share"] == 1.0 else loss * y["share"]
@@ -315,10 +337,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.pipeline is not None
-        self.pipeline.save(Path(output_dir) / STATE, drain=True, wait=True)
+        # Beside the checkpoints, which theirs may delete: the ledger of a long run is there, too.
+        beside = Path(output_dir).parent / f".{STATE}"
+        written = self.pipeline.save(beside, drain=True, wait=True)
+        self._is_whole = False  # a drain hides what other processes train
         if self.args.should_save:
-            cuts = self.pipeline.cuts
-            (Path(output_dir) / CUTS).write_text(json.dumps(cuts and list(cuts)))
+            folder = Path(output_dir) / STATE
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that did not get further
+            folder.mkdir(parents=True)
+            written.rename(folder / written.name)
+            facts = {"cuts": self.pipeline.cuts, "late": [float(loss) for loss in self._late]}
+            disk.write(Path(output_dir) / FACTS, [json.dumps(facts).encode()])
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -348,6 +377,26 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super()._load_best_model()
         if self.pipeline is not None:
             self.pipeline.load_state_dict(self.model.state_dict())
+
+
+def finished(checkpoint: Any, folder: str) -> Any:
+    """The checkpoint to go on from: one that was being written at the end of a run is none."""
+    if checkpoint is True:
+        checkpoint = get_last_checkpoint(folder)
+    if not checkpoint or (Path(checkpoint) / TRAINER_STATE_NAME).exists():
+        return checkpoint
+    newest = Path(checkpoint)
+    others = (path for path in newest.parent.glob("checkpoint-*") if path != newest)
+    numbers = {path: path.name.rpartition("-")[2] for path in others}
+    whole = [p for p, n in numbers.items() if n.isdigit() and (p / TRAINER_STATE_NAME).exists()]
+    if not whole or not newest.name.startswith("checkpoint-"):
+        raise ConfigurationError(
+            f"{newest} is no checkpoint, or was not finished (it has no {TRAINER_STATE_NAME}), and"
+            " there is none beside it: start anew, in another folder."
+        )
+    found = max(whole, key=lambda path: int(numbers[path]))
+    log.warning("%s was not finished (no %s): going on from %s.", newest, TRAINER_STATE_NAME, found)
+    return str(found)
 
 
 class _Pipelined(StandIn):

@@ -56,6 +56,8 @@ class Stage:
         self.fill = Fill()
         self.clip_to: float | None = None
         """What the next update clips the stage's own gradients to."""
+        self.norm: Tensor | None = None
+        """What the gradients of the last update were clipped by, before they were."""
         self.peak_versions = 1
         self.runner: Direct | Recorded = Direct(self) if lanes is None else Recorded(self, lanes)
 
@@ -196,6 +198,7 @@ class Stage:
 
     def _scale(self, max_norm: float, norms: Sequence[Norms]) -> None:
         total = total_of(norms, self.norm_order if self.fill.synchronous else None)
+        self.norm = total
         if total is not None:  # there is none in a stage without parameters
             torch.nn.utils.clip_grads_with_norm_(self.trainable, max_norm, total)
 
