@@ -23,6 +23,7 @@ import offbeat
 from helpers import assert_same_bits
 from offbeat.elastic import restarts
 from offbeat.elastic.restarts import Restarts
+from offbeat.engines import launcher
 from offbeat.engines.board import Board
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.transport import connect_two
@@ -361,3 +362,22 @@ def test_who_is_silent_from_the_beginning_is_missed_too() -> None:
         time.sleep(0.05)
     pulse.stop()
     assert "rank 0 has heard nothing from rank 1" in str(errors[0])
+
+
+@pytest.mark.timeout(150)
+def test_who_dies_before_all_have_met_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can go on without it yet, and meeting has no end of its own."""
+    start = launcher._start
+
+    def start_and_kill(
+        size: int, port: int, threads: int, folder: Path, rank: int, more: Any
+    ) -> Any:
+        child = start(size, port, threads, folder, rank, more)
+        if rank == 1:
+            child.kill()
+        return child
+
+    monkeypatch.setattr(launcher, "_start", start_and_kill)
+    with pytest.raises(WorkerLost, match="rank 1 ended with signal SIGKILL"):
+        offbeat.launch(jobs.end_early, 2, timeout_s=100, go_on=True)
+    assert left_behind() == []

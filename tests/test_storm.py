@@ -114,8 +114,11 @@ def test_gloo_goes_over_the_wire(wire: Wire) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    links[0].send(pack(Key("weights", 0, 3), torch.arange(1000.0)))
+    parcel = pack(Key("weights", 0, 3), torch.arange(1000.0))
+    sender = threading.Thread(target=links[0].send, args=(parcel,))
+    sender.start()  # it ends when the other end receives
     arrival = links[1].receive()
+    sender.join()
     assert torch.equal(arrival.message(), torch.arange(1000.0))
     deadline = time.monotonic() + 5
     while not any({0, 1} == ranks for ranks in wire.carried) and time.monotonic() < deadline:

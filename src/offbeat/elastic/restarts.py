@@ -42,6 +42,11 @@ def alive_note(number: int, place: int) -> str:
     return f"{_RETURNS}/{number}/alive/{place}"
 
 
+def met_note(rank: int) -> str:
+    """Where a process says that it has met all the others."""
+    return f"{_RETURNS}/met/{rank}"
+
+
 def lost_note(life: int) -> str:
     """Where the others tell the launcher whom they go on without."""
     return f"lost/{life}"
@@ -65,6 +70,7 @@ class Restarts:
         self._size = 0
         self._waiting: range | None = None
         """The ranks that were started again and have not joined yet."""
+        self._has_begun = len(children) == 1
         self._returns: dict[int, int] = {}
         """The latest return of a replica."""
         self._lost: dict[int, float] = {}
@@ -87,6 +93,15 @@ class Restarts:
             self._look_after(self._waiting)
         elif self._left:
             self._look_for_dead()
+
+    def nobody_can_begin(self) -> bool:
+        """Whether one has died before all had met: the others would wait for it for long."""
+        if self._has_begun or all(child.poll() in (None, 0) for child in self._children):
+            return False
+        ranks = range(len(self._children))
+        dead = [rank for rank in ranks if self._children[rank].poll() not in (None, 0)]
+        self._has_begun = self._store.check([f"met/{rank}" for rank in dead])
+        return not self._has_begun
 
     def _find_size(self) -> None:
         if not self._size and self._store.check(["row", "silence"]):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from offbeat.elastic.restarts import ALIVE_S, ROW, alive_note, return_number
+from offbeat.elastic.restarts import ALIVE_S, ROW, alive_note, met_note, return_number
 from offbeat.errors import WorkerLost
 from offbeat.records import disk
 from offbeat.transport import groups
@@ -40,6 +40,7 @@ def main() -> None:
             groups.join_at(fresh, rank % size, size)
         else:
             groups.join_at(store, rank, size)
+            store.set(met_note(rank), "yes")
     function, args = _call(folder / "call")
     error: BaseException | None = None
     value = None
