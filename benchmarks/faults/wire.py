@@ -69,6 +69,12 @@ class Wire(threading.Thread):
                 else:
                     key.data()
             self._look()
+        for key in [*self._selector.get_map().values()]:
+            key.fileobj.close()  # type: ignore[union-attr]
+        for end in self._ends:
+            end.own.close()
+        self._wake.close()
+        self._selector.close()
 
     def _ask(self, questions: socket.socket) -> None:
         asking, _ = questions.accept()
