@@ -62,7 +62,7 @@ class Marks:
         return found
 
     STEP, SAFE, INSIDE = 0, 1, 2
-    """``INSIDE``: 1 while the call lasts in which somebody is to be killed, 2 once all is killed."""
+    """``INSIDE``: 1 while the call lasts in which somebody is to be killed, 2 once all is over."""
 
 
 def make_plans(
@@ -223,9 +223,7 @@ def become(rank: int, plan: Plan, port: int, output: Path) -> None:
 # ------------------------------------------------------------------------- all of them
 
 
-def started(
-    plan: Plan, folder: Path, marks: Marks | None, *, second: bool = False
-) -> list[int]:
+def started(plan: Plan, folder: Path, marks: Marks | None, *, second: bool = False) -> list[int]:
     """``second``: of a start on a folder in which a run is under way."""
     folder.mkdir(exist_ok=True)
     port, pids = free_port(), []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from drill_job import FAULTS, make_plans
+from drill_job import FAULTS, MORE_FAULTS, make_plans
 from helpers import assert_same_bits
 from offbeat.app.runs import Run
 from offbeat.checkpoints import load_weights
@@ -35,19 +35,49 @@ TRAIN = ["-m", "offbeat", "train", "--method", "stale-weights", "--stages", "2",
 def test_a_run_that_is_disturbed_anywhere_ends_with_the_same_bits(
     tmp_path: Path, layout: tuple[int, int, bool]
 ) -> None:
-    plans = make_plans(len(FAULTS), seed=7, layouts=(layout,))
+    assert_undisturbed(FAULTS, layout, tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("faults", "layout"),
+    [
+        (("flipped bit", "read-only folder", "clock set back"), (2, 1, False)),
+        (("second start", "kill in state_dict", "freeze"), (2, 1, True)),
+        pytest.param(MORE_FAULTS, (2, 2, True), marks=pytest.mark.long),
+        pytest.param(MORE_FAULTS, (3, 1, True), marks=pytest.mark.long),
+    ],
+)
+def test_what_an_operator_does_to_a_run_changes_no_bit(
+    tmp_path: Path, faults: tuple[str, ...], layout: tuple[int, int, bool]
+) -> None:
+    for report in assert_undisturbed(faults, layout, tmp_path):
+        fault, codes = report["plan"]["fault"], report["codes"]
+        if fault == "second start":  # it is told so, and ends
+            assert all(report["second"]), report
+        if fault.startswith("kill in"):
+            assert all(codes[1]), report
+        if fault in ("freeze", "clock set back", "read-only folder") and report["starts"] == 1:
+            assert not any(codes[1]), report
+
+
+def assert_undisturbed(
+    faults: tuple[str, ...], layout: tuple[int, int, bool], folder: Path
+) -> list[dict[str, Any]]:
+    plans = make_plans(len(faults), seed=7, layouts=(layout,), faults=faults)
     job = Path(__file__).parent / "drill_job.py"
     done = subprocess.run(
-        [sys.executable, str(job), str(tmp_path), json.dumps(plans)],
+        [sys.executable, str(job), str(folder), json.dumps(plans)],
         env=environment(), capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {report["plan"]["fault"] for report in reports} == set(FAULTS)
+    assert {report["plan"]["fault"] for report in reports} == set(faults)
     for report in reports:
         assert report["differing"] == 0, report
         assert (report["hung"], report["left_behind"], report["lost"]) == (0, 0, False), report
-        assert report["starts"] == 2, report
+        assert report["starts"] == 2 or report["plan"]["fault"] == "freeze", report
+    return reports
 
 
 def started(*words: str) -> subprocess.Popen[str]:

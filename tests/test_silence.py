@@ -11,15 +11,19 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 import jobs
 import offbeat
 from helpers import assert_same_bits
+from offbeat.elastic import restarts
+from offbeat.elastic.restarts import Restarts
+from offbeat.engines import launcher
 from offbeat.engines.board import Board
 from offbeat.errors import ConfigurationError, WorkerLost
 from offbeat.transport import connect_two
@@ -171,7 +175,7 @@ def test_a_large_message_shows_that_its_sender_lives_piece_by_piece() -> None:
 class Frozen(HashStore):
     """Never answers."""
 
-    def check(self, keys: list[str]) -> bool:  # noqa: ARG002
+    def check(self, keys: list[str]) -> bool:
         time.sleep(60)
         return False
 
@@ -232,18 +236,15 @@ def test_a_frozen_process_that_holds_the_store_is_not_waited_for(tmp_path: Path)
         waited_s = time.monotonic() - began
         os.kill(run.pid, signal.SIGCONT)
         _, errors = run.communicate(timeout=60)
-    assert states_of_none(pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert waited_s < 12, waited_s
     assert "WorkerLost: the launcher's store does not answer" in errors
-
-
-def states_of_none(pids: list[int]) -> bool:
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 # ------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_frozen_stage_ends_the_run_in_words() -> None:
     began = time.monotonic()
@@ -265,3 +266,118 @@ def test_a_frozen_replica_is_replaced() -> None:
     assert len(gone) == 1
     assert "replica 1 is gone (rank 0 (" in gone[0]
     assert "has heard nothing from rank 1" in gone[0]
+
+
+class Child:
+    """A process of a launcher, which runs until it is killed."""
+
+    stdin = None
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+
+def looked_after(monkeypatch: pytest.MonkeyPatch) -> tuple[Restarts, list[Child], Store]:
+    """Two replicas of one process each, of which number 1 has died and is started again."""
+    store, clock = HashStore(), [100.0]
+
+    def tick() -> float:
+        clock[0] += 0.3
+        return clock[0]
+
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=tick))
+    children = [Child(), Child()]
+
+    def start(rank: int, more: dict[str, str]) -> Child:
+        return Child()
+
+    looks: Any = Restarts
+    made = looks(children, start, store, 1)
+    notes = restarts.returns_of(store)
+    notes.set("silence", "5")
+    notes.set("row", "1")
+    children[1].kill()
+    made.look()
+    made.look()
+    assert children[1].code is None
+    return made, children, notes
+
+
+def test_one_that_is_frozen_on_its_way_back_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, children, notes = looked_after(monkeypatch)
+    for beat in range(60):  # a slow start, with signs of life
+        notes.set("1/alive/0", str(beat))
+        made.look()
+        assert children[1].code is None
+    for _ in range(60):
+        made.look()
+    assert children[1].code == -9
+    assert json.loads(notes.get("1/note")) == "void"
+
+
+def test_what_the_others_have_given_up_and_does_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, children, notes = looked_after(monkeypatch)
+    notes.set("1/joined/0", "yes")
+    for _ in range(60):
+        made.look()
+    notes.set(restarts.lost_note(1), "yes")  # its former life
+    for _ in range(60):
+        made.look()
+    assert [child.code for child in children] == [None, None]
+    notes.set(restarts.lost_note(1 + 2), "yes")
+    for _ in range(60):
+        made.look()
+    assert [child.code for child in children] == [None, -9]
+
+
+def test_who_is_silent_from_the_beginning_is_missed_too() -> None:
+    """A process may freeze after it has met the others and before it has sent anything."""
+    store, ends = HashStore(), {}
+
+    def open_end(first: bool) -> None:
+        ends[first] = connect_two(store, 20.0, "the other", first=first)
+
+    threads = [threading.Thread(target=open_end, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors: list[Exception] = []
+    connection = Connection(ends[True], 1, lambda _: None, errors.append)
+    connection.start()
+    pulse = Pulse(1.0, lambda: [[connection]], lambda: "rank 0")
+    began = time.monotonic()
+    pulse.start()
+    while not errors and time.monotonic() < began + 20:
+        time.sleep(0.05)
+    pulse.stop()
+    assert "rank 0 has heard nothing from rank 1" in str(errors[0])
+
+
+@pytest.mark.timeout(150)
+def test_who_dies_before_all_have_met_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can go on without it yet, and meeting has no end of its own."""
+    start = launcher._start
+
+    def start_and_kill(
+        size: int, port: int, threads: int, folder: Path, rank: int, more: Any
+    ) -> Any:
+        child = start(size, port, threads, folder, rank, more)
+        if rank == 1:
+            child.kill()
+        return child
+
+    monkeypatch.setattr(launcher, "_start", start_and_kill)
+    with pytest.raises(WorkerLost, match="rank 1 ended with signal SIGKILL"):
+        offbeat.launch(jobs.end_early, 2, timeout_s=100, go_on=True)
+    assert left_behind() == []

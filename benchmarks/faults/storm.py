@@ -126,6 +126,7 @@ class Run:
         """What ends when: a freeze of a process, a partition of a replica."""
         self._cut: dict[int, int] = defaultdict(int)
         self.done: list[Row] = []
+        self._begun: set[int] = set()
         self.began: float | None = None
         """When all had begun to train; faults and the end of the run count from there."""
         self._starts()
@@ -252,7 +253,11 @@ class Run:
                 continue
             at = time.time() - self.began
             if faults and at >= faults[0]["at"]:
-                self.strike(faults.pop(0))
+                fault = faults.pop(0)
+                if self._all_train():
+                    self.strike(fault)
+                else:  # started again as a whole: it has not begun
+                    self.done.append({**fault, "t": time.time(), "hit": False})
             if whole_at is not None and at >= whole_at:
                 whole, whole_at = self.kill_whole(), None
             if then is not None and self._knocks(then):
@@ -278,9 +283,16 @@ class Run:
         return self._read(ended, whole) | report
 
     def _all_train(self) -> bool:
-        ranks = range(self.plan["replicas"] * self.plan["stages"])
-        files = [self.folder / f"rank-{rank}.jsonl" for rank in ranks]
-        return all(f.exists() and '"trains"' in f.read_text() for f in files)
+        """Whether everybody has begun since the whole was last started."""
+        if self._number not in self._begun:
+            ranks = range(self.plan["replicas"] * self.plan["stages"])
+            files = [self.folder / f"rank-{rank}.jsonl" for rank in ranks]
+            begun = (f.exists() and self._has_begun(self._lines(f)) for f in files)
+            self._begun |= {self._number} if all(begun) else set()
+        return self._number in self._begun
+
+    def _has_begun(self, rows: list[Row]) -> bool:
+        return any(row["what"] == "trains" and row["run"] == self._number for row in rows)
 
     def _knocks(self, then: Row) -> bool:
         file = self.folder / f"rank-{then['joins']}.jsonl"

@@ -234,10 +234,9 @@ def follow(plan: Plan, diary: Diary) -> dict[str, Any]:
     held_out = [next(text(99)) for _ in range(1)]
     held_out = [(x[: 8 * plan["replicas"]], y[: 8 * plan["replicas"]]) for x, y in held_out]
     diary.note("trains", step=start)
-    began, steps, ends = time.monotonic(), 0, None
-    for x, y in trainer.batches(batches(plan, start)):
+    began, ends = time.monotonic(), None
+    for steps, (x, y) in enumerate(trainer.batches(batches(plan, start)), 1):
         trainer.step(x, y)
-        steps += 1
         step = trainer._pipeline.position.step
         time.sleep(plan["pause"])
         if ends is None and (Path(plan["folder"]) / "ends").exists():

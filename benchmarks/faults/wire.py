@@ -6,6 +6,7 @@ what was sent meanwhile arrives when it is mended. Everything is on loopback.
 """
 
 import json
+import random
 import re
 import selectors
 import socket
@@ -68,6 +69,12 @@ class Wire(threading.Thread):
                 else:
                     key.data()
             self._look()
+        for key in [*self._selector.get_map().values()]:
+            key.fileobj.close()  # type: ignore[union-attr]
+        for end in self._ends:
+            end.own.close()
+        self._wake.close()
+        self._selector.close()
 
     def _ask(self, questions: socket.socket) -> None:
         asking, _ = questions.accept()
@@ -89,15 +96,18 @@ class Wire(threading.Thread):
 
     def _open(self, target: int, beside: int | None, ranks: frozenset[int]) -> int:
         """A port that leads to the target; of two ends gloo lets the lower port wait."""
-        refused = []
-        while True:
-            listener = socket.create_server((HOST, 0))
-            port: int = listener.getsockname()[1]
-            if beside is None or _orders(beside, port) == _orders(beside, target):
+        fitting = [
+            port
+            for port in range(5000, 65000)
+            if beside is None or _orders(beside, port) == _orders(beside, target)
+        ]
+        random.shuffle(fitting)
+        for port in fitting:
+            with suppress(OSError):  # somebody has it
+                listener = socket.create_server((HOST, port))
                 break
-            refused.append(listener)
-        for other in refused:
-            other.close()
+        else:
+            raise OSError("no port is free")
         listener.setblocking(False)
         self._selector.register(
             listener, selectors.EVENT_READ, lambda: self._accept(listener, target, ranks)

@@ -209,7 +209,9 @@ class Membership:
         *,
         device: torch.device,
         timeout_s: float,
+        silence_s: float,
     ) -> None:
+        self._silence_s = silence_s
         self._placement, self._mailbox, self._board = placement, mailbox, board
         self._device, self._timeout_s = device, timeout_s
         self._replica, self._place = placement.share, placement.place
@@ -223,7 +225,9 @@ class Membership:
     ) -> Survivors:
         """From now on averages are taken among those who are left."""
         placement, mailbox = self._placement, self._mailbox
-        returns_of(groups.root_store()).set("row", str(len(placement.row)))
+        told = returns_of(groups.root_store())
+        told.set("silence", str(self._silence_s))
+        told.set("row", str(len(placement.row)))
         survivors = mailbox.peers = Survivors(
             self._place,
             life,

@@ -14,6 +14,12 @@ log = logging.getLogger("offbeat")
 Child = subprocess.Popen[bytes]
 RETURN, ROW, RESTARTS = "OFFBEAT_RETURN", "OFFBEAT_ROW", "OFFBEAT_RESTARTS"
 """What the launcher tells its children: which return this is, of how many processes; may others."""
+_RETURNS = "offbeat-returns"
+ALIVE_S = 0.5
+_SILENCE_S = 30.0
+"""Until a run has said what its own is."""
+_STARTING_S = 120.0
+"""In which a process that is started again must have said something."""
 _LOOK_S = 0.25
 _GRACE_S = 3.0
 """For one that is alive to hear that it is given up, and to say so."""
@@ -23,12 +29,22 @@ VOID = "void"
 
 def returns_of(root: Store) -> Store:
     """Where the launcher and its processes leave notes about returns."""
-    return PrefixStore("offbeat-returns", root)
+    return PrefixStore(_RETURNS, root)
 
 
 def return_number() -> int:
     """Which return of a replica this process belongs to; 0 if it was there from the beginning."""
     return int(os.environ.get(RETURN, "0"))
+
+
+def alive_note(number: int, place: int) -> str:
+    """Where a process that comes back says, again and again, that it lives."""
+    return f"{_RETURNS}/{number}/alive/{place}"
+
+
+def met_note(rank: int) -> str:
+    """Where a process says that it has met all the others."""
+    return f"{_RETURNS}/met/{rank}"
 
 
 def lost_note(life: int) -> str:
@@ -54,16 +70,23 @@ class Restarts:
         self._size = 0
         self._waiting: range | None = None
         """The ranks that were started again and have not joined yet."""
+        self._has_begun = len(children) == 1
         self._returns: dict[int, int] = {}
         """The latest return of a replica."""
         self._lost: dict[int, float] = {}
         """Since when the others have gone on without a life of which processes still run."""
-        self._looked_s = 0.0
+        self._looked_s = self._awake_s = 0.0
+        """``_awake_s``: a clock that stands while this process is frozen, which blames nobody."""
+        self._silence_s = _SILENCE_S
+        self._alive: dict[int, tuple[bytes, float]] = {}
+        """What those who come back have said last, by place, and since when."""
 
     def look(self) -> None:
         """Called again and again while any of the children runs."""
-        if time.monotonic() > self._looked_s + _LOOK_S:
-            self._looked_s = time.monotonic()
+        elapsed_s = time.monotonic() - self._looked_s
+        if elapsed_s > _LOOK_S:
+            self._looked_s += elapsed_s
+            self._awake_s += min(elapsed_s, 2 * _LOOK_S)
             self._find_size()
             self._end_lost()
         if self._waiting is not None:
@@ -71,9 +94,19 @@ class Restarts:
         elif self._left:
             self._look_for_dead()
 
+    def nobody_can_begin(self) -> bool:
+        """Whether one has died before all had met: the others would wait for it for long."""
+        if self._has_begun or all(child.poll() in (None, 0) for child in self._children):
+            return False
+        ranks = range(len(self._children))
+        dead = [rank for rank in ranks if self._children[rank].poll() not in (None, 0)]
+        self._has_begun = self._store.check([f"met/{rank}" for rank in dead])
+        return not self._has_begun
+
     def _find_size(self) -> None:
-        if not self._size and self._store.check(["row"]):
+        if not self._size and self._store.check(["row", "silence"]):
             self._size = int(self._store.get("row"))
+            self._silence_s = float(self._store.get("silence"))
 
     def _end_lost(self) -> None:
         """Kills what is frozen, or cut off: it does not hear that the others go on without it."""
@@ -113,7 +146,17 @@ class Restarts:
                 stdin.close()
             self._children[rank] = self._start(rank, more)
         self._store.set(f"{self._number}/who", str(replica))
-        self._waiting = row
+        self._waiting, self._alive = row, {}
+
+    def _is_silent(self, place: int) -> bool:
+        """Whether a process that comes back is frozen, or cut off."""
+        key = f"{self._number}/alive/{place}"
+        said = self._store.get(key) if self._store.check([key]) else b""
+        before, since_s = self._alive.setdefault(place, (said, self._awake_s))
+        if said != before:
+            self._alive[place] = said, self._awake_s
+            return False
+        return self._awake_s > since_s + (self._silence_s if said else _STARTING_S)
 
     def _look_after(self, row: range) -> None:
         keys = [f"{self._number}/joined/{place}" for place in range(self._size)]
@@ -122,7 +165,8 @@ class Restarts:
             return
         others = [child for rank, child in enumerate(self._children) if rank not in row]
         alone = all(child.poll() is not None for child in others)  # whom could they join?
-        if alone or any(self._children[rank].poll() is not None for rank in row):
+        ended = any(self._children[rank].poll() is not None for rank in row)
+        if alone or ended or any(map(self._is_silent, range(self._size))):
             for rank in row:  # a replica goes as a whole
                 self._children[rank].kill()
         if all(self._children[rank].poll() is not None for rank in row):

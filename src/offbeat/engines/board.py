@@ -170,7 +170,8 @@ class Board:
         self._stop = threading.Event()
         self._edges: Mailbox | None = None
         self.name, self.rank = "the launcher's store", None
-        self._answers = self._seen = self.unheard = 0
+        self._answers = self._seen = 0
+        self.unheard = 0.0
         self.stop_at: int | None = None
         """The step after which somebody asked all processes to stop."""
 
@@ -301,7 +302,7 @@ class Board:
 
     def beat(self) -> None:
         """Counts, as a connection does; its thread asks the store all the time."""
-        self.unheard = 0 if self._seen != self._answers or not self._answers else self.unheard + 1
+        self.unheard = 0.0 if self._seen != self._answers else self.unheard + 1
         self._seen = self._answers
 
     def fall_silent(self, error: WorkerLost) -> None:

@@ -1,6 +1,7 @@
 """What a process started by ``offbeat.launch`` runs."""
 
 import importlib.util
+import itertools
 import operator
 import os
 import pickle
@@ -9,13 +10,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from offbeat.elastic.restarts import ROW, return_number
+from offbeat.elastic.restarts import ALIVE_S, ROW, alive_note, met_note, return_number
 from offbeat.errors import WorkerLost
 from offbeat.records import disk
 from offbeat.transport import groups
@@ -32,10 +34,13 @@ def main() -> None:
         if number := return_number():
             # Nobody waits for it at init_process_group: only its replica's own processes do.
             size = int(os.environ[ROW])
+            arguments = store.clone(), alive_note(number, rank % size)
+            threading.Thread(target=_say_alive, args=arguments, daemon=True).start()
             fresh = PrefixStore(f"return-{number}", store)
             groups.join_at(fresh, rank % size, size)
         else:
             groups.join_at(store, rank, size)
+            store.set(met_note(rank), "yes")
     function, args = _call(folder / "call")
     error: BaseException | None = None
     value = None
@@ -71,6 +76,14 @@ def _safe(outcome: tuple[float, BaseException | None, object]) -> bytes:
         moment, caught, _ = outcome
         words = f"{type(caught).__name__}: {caught}" if caught else f"its result: {error}"
         return pickle.dumps((moment, WorkerLost(f"a process could not send back {words}"), None))
+
+
+def _say_alive(store: Store, note: str) -> None:
+    """The launcher waits for nobody who comes back and is frozen, or cut off, on the way."""
+    with suppress(RuntimeError):  # the launcher has ended, and this process ends with it
+        for beat in itertools.count():
+            store.set(note, str(beat))
+            time.sleep(ALIVE_S)
 
 
 def _end_with_parent() -> None:

@@ -126,7 +126,8 @@ def _wait(children: list[Child], timeout_s: float | None, go_on: bool, restarts:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failed = False
     while any(child.poll() is None for child in children):
-        if not failed and not go_on and any(child.poll() not in (None, 0) for child in children):
+        ended = any(child.poll() not in (None, 0) for child in children)
+        if not failed and ended and (not go_on or restarts.nobody_can_begin()):
             failed, deadline = True, time.monotonic() + _GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             if failed:

@@ -156,7 +156,12 @@ class Processes(Engine):
         )
         if outlive:
             self.membership = Membership(
-                placement, mailbox, self._board, device=device, timeout_s=timeout_s
+                placement,
+                mailbox,
+                self._board,
+                device=device,
+                timeout_s=timeout_s,
+                silence_s=self._silence_s,
             )
         if self.membership is not None and not self.returning:
             others = connect_replicas(

@@ -149,7 +149,7 @@ class Connection:
         self._arrived = 0
         self._ended = self._broken = False
         self._heard_of = (0, 0)
-        self.unheard = 0
+        self.unheard = 0.0
         serving = {"to": self._send, "from": self._receive}
         self.threads = [
             threading.Thread(
@@ -194,11 +194,10 @@ class Connection:
         if self._parcels.empty():
             self._parcels.put(_BEAT)
         heard_of = self._arrived, self._pair.incoming.received
-        # The other end may be long in starting: before the first message `timeout` counts.
-        if heard_of != self._heard_of or not self._arrived or self._ended:
+        if heard_of != self._heard_of or self._ended:
             self._heard_of, self.unheard = heard_of, 0
-        else:
-            self.unheard += 1
+        else:  # the other end may be a little later in starting
+            self.unheard += 1 if self._arrived else 0.5
 
     def fall_silent(self, error: WorkerLost) -> None:
         """Gives the other process up, then ends what still waits for it."""

@@ -28,7 +28,7 @@ class Watched(Protocol):
     @property
     def rank(self) -> int | None: ...
 
-    unheard: int
+    unheard: float
     """Beats of ours since anything was heard."""
 
     def beat(self) -> None:
