@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import oracles
-from helpers import OPTIMIZERS, Factory, trained
+from helpers import OPTIMIZERS, Factory, mlp, trained, vector_batches
 from offbeat.methods import (
     ADL,
     DDG,
@@ -244,3 +245,71 @@ def test_published_vectors(method: Method, K2: tuple[float, ...], K3: tuple[floa
         )
         for ours, theirs in zip(trainer.state_dict().values(), expected, strict=True):
             assert abs(float(ours) - theirs) < 1e-8
+
+
+# ------------------------------------------------------------------ a program that is two settings
+
+
+class NAdamWithWeightStashing(torch.optim.Optimizer):
+    """The optimizer of Ajanthan et al. 2025 (arXiv 2505.01099), written out.
+
+    Their program (github.com/sukrucildirr/AsyncPP, a copy: optim/nadamw.py at commit 6abffa0) puts
+    torch's 'NAdam' with ``decoupled_weight_decay`` into PipeDream's weight stashing. With psi the
+    momentum decay and mu_t = beta1 (1 - 0.5 * 0.96^(t psi)):
+
+        w <- w (1 - eta lambda);  m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
+        m^ = mu_(t+1) m / (1 - P_(t+1)) + (1 - mu_t) g / (1 - P_t),  P_t = mu_1 mu_2 ... mu_t
+        w <- w - eta m^ / (sqrt(v / (1 - beta2^t)) + eps)
+    """
+
+    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], decay: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self._lr, self._betas, self._decay = lr, betas, decay
+        self._t, self._product = 0, 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (beta1, beta2), psi = self._betas, 0.004
+        self._t += 1
+        now = beta1 * (1 - 0.5 * 0.96 ** (self._t * psi))
+        then = beta1 * (1 - 0.5 * 0.96 ** ((self._t + 1) * psi))
+        self._product *= now
+        for w in self.param_groups[0]["params"]:
+            own = self.state.setdefault(w, {"m": torch.zeros_like(w), "v": torch.zeros_like(w)})
+            w *= 1 - self._lr * self._decay
+            own["m"] = beta1 * own["m"] + (1 - beta1) * w.grad
+            own["v"] = beta2 * own["v"] + (1 - beta2) * w.grad**2
+            ahead = then * own["m"] / (1 - self._product * then)
+            ahead = ahead + (1 - now) * w.grad / (1 - self._product)
+            w -= self._lr * ahead / ((own["v"] / (1 - beta2**self._t)).sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipedream_with_nadam_is_the_program_of_ajanthan_et_al(stages: int) -> None:
+    """Without a correction: NAdam looks ahead by itself."""
+    network, batches = mlp(), vector_batches(12)
+    cuts = [2, 4, 6][: stages - 1]
+    ends = [0, *cuts, len(network)]
+    parts = [network[a:b] for a, b in pairwise(ends)]
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.99, 0.999)}
+
+    def nadam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(params, **settings, weight_decay=0.01, decoupled_weight_decay=True)
+
+    def theirs(params: Any) -> torch.optim.Optimizer:
+        return NAdamWithWeightStashing(params, **settings, decay=0.01)
+
+    ours = trained(network, batches, PipeDream(), nadam, cuts=cuts).state_dict()
+    found = list(ours.values())
+    loss = nn.functional.cross_entropy
+    expected = [
+        [w for own in oracles.stash(parts, batches, loss, made, one_way(stages)) for w in own]
+        for made in (nadam, theirs)
+    ]
+    assert all(map(torch.equal, found, expected[0]))
+    # torch holds the product of the mu_t in single precision
+    assert all(
+        torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(found, expected[1], strict=True)
+    )
+    plain = [w for own in oracles.stash(parts, batches, loss, nadam, [0] * stages) for w in own]
+    assert max(float((a - b).abs().max()) for a, b in zip(found, plain, strict=True)) > 1e-3

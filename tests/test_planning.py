@@ -123,7 +123,8 @@ def test_an_uneven_cut_is_asked_for_no_more_than_it_can_give() -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize(
-    ("optimizer", "most"), [("momentum", 2), ("adam", 0.5), ("muon", 0.5), ("other", 0.5)]
+    ("optimizer", "most"),
+    [("momentum", 2), ("adam", 0.5), ("muon", 0.5), ("nesterov", 0.5), ("other", 0.5)],
 )
 @pytest.mark.parametrize("hop", [0.0, 0.2, 1.0])
 def test_auto_keeps_lag_small_and_stages_busy(
@@ -140,6 +141,23 @@ def test_auto_keeps_lag_small_and_stages_busy(
     expected = {"momentum": ("spike-compensation",), "adam": ("extrapolate",)}
     expected["muon"] = expected["adam"]
     assert plan.corrections == expected.get(optimizer, ())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+        lambda params: torch.optim.NAdam(params, lr=0.01),
+    ],
+)
+def test_auto_knows_who_looks_ahead_already(optimizer: Any) -> None:
+    assert kind_of(optimizer, list(mlp().parameters())) == "nesterov"
+    trainer = trainer_for(mlp(), "auto", optimizer, cuts=[2, 4])
+    assert trainer.corrections == ()
+    assert "looks an update ahead by itself" in str(trainer.plan)
+    mixed = [torch.optim.NAdam, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)]
+    weights = list(mlp().parameters())
+    assert kind_of(lambda p: [mixed[0](p[:2]), mixed[1](p[2:])], weights) == "other"
 
 
 def test_auto_does_not_split_small_batches_to_nothing() -> None:

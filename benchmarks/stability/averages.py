@@ -37,6 +37,7 @@ RULES: dict[str, Averaging] = {
     "HierarchicalSGD(4, size=2, rounds=2)": HierarchicalSGD(4, size=2, rounds=2),
     "DaSGD(4, 1)": DaSGD(4, 1),
     "DaSGD(4, 2)": DaSGD(4, 2),
+    "DaSGD(4, 3)": DaSGD(4, 3),
     "DaSGD(4, 4)": DaSGD(4, 4),
     "DaSGD(4, 1, keep=0)": DaSGD(4, 1, keep=0.0),
     "DaSGD(4, 1, progress=1)": DaSGD(4, 1, progress=1.0),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, _muon
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, _muon
 from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.methods.auto import OptimizerKind
@@ -83,5 +83,8 @@ def _kind_of_all(optimizers: Sequence[Any]) -> OptimizerKind:
     if all(isinstance(o, Adam | AdamW | torch.optim.Muon) for o in optimizers):
         return "muon"
     groups = [group for o in optimizers for group in o.param_groups]
+    ahead = [isinstance(o, NAdam) or g.get("nesterov") for o in optimizers for g in o.param_groups]
+    if all(isinstance(o, SGD | NAdam) for o in optimizers) and all(ahead):
+        return "nesterov"
     plain = [g.get("momentum") and not g.get("nesterov") and not g.get("dampening") for g in groups]
     return "momentum" if all(isinstance(o, SGD) for o in optimizers) and all(plain) else "other"

@@ -17,7 +17,8 @@ from offbeat.methods.base import Method, require_count
 from offbeat.registry import Choice, Named
 from offbeat.schedules.timeline import Costs, timeline
 
-OptimizerKind = Literal["momentum", "adam", "muon", "other"]
+OptimizerKind = Literal["momentum", "adam", "muon", "nesterov", "other"]
+"""``nesterov``: SGD with ``nesterov=True`` and NAdam, which look ahead by themselves."""
 log = logging.getLogger("offbeat.auto")
 
 
