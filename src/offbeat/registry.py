@@ -101,7 +101,7 @@ class Choice:
             return cls(value["name"], dict(table))
         name, _, rest = str(value).partition(":")
         settings: dict[str, Any] = {}
-        for part in _split_settings(rest):
+        for part in _with_tuples(_split_settings(rest)):
             key, equals, text = part.partition("=")
             if not equals or not key.strip().isidentifier():
                 raise ConfigurationError(
@@ -125,7 +125,19 @@ class Choice:
 
 
 def spell_settings(settings: Mapping[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in settings.items())
+    """
+    >>> spell_settings({"hidden": (64, 32), "one": (64,), "bias": True})
+    'hidden=64,32,one=64,,bias=True'
+    """
+    return ",".join(f"{key}={_spell_value(value)}" for key, value in settings.items())
+
+
+def _spell_value(value: Any) -> str:
+    """Tuples of numbers without brackets, which a shell would want quoted."""
+    numbers = isinstance(value, list | tuple) and all(type(v) in (int, float) for v in value)
+    if not numbers or not value:
+        return str(value)
+    return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
 
 
 def split_choices(text: str) -> list[str]:
@@ -148,7 +160,36 @@ def _split_settings(text: str) -> list[str]:
         if letter == "," and depth == 0:
             parts.append(text[start:place])
             start = place + 1
-    return [part for part in [*parts, text[start:]] if part.strip()]
+    return [*parts, text[start:]]
+
+
+def _with_tuples(parts: Sequence[str]) -> list[str]:
+    """Numbers behind a comma belong to the value before them: ``hidden=64,32`` is a tuple, and so
+    is ``hidden=64,``.
+
+    >>> _with_tuples(["hidden=64", "32", "bias=True", "one=4", ""])
+    ['hidden=(64,32,)', 'bias=True', 'one=(4,)']
+    """
+    made: list[list[str]] = []
+    for part in parts:
+        if made and "=" not in part and (not part.strip() or _is_number(part)):
+            made[-1].append(part)
+        else:
+            made.append([part])
+    written = []
+    for first, *more in made:
+        key, equals, value = first.partition("=")
+        if more and _is_number(value):
+            first = f"{key}{equals}({','.join([value, *filter(str.strip, more)])},)"
+        elif any(part.strip() for part in more):
+            written += [first, *more]
+            continue
+        written.append(first)
+    return [part for part in written if part.strip()]
+
+
+def _is_number(text: str) -> bool:
+    return type(read_value(text.strip())) in (int, float)
 
 
 def read_value(text: str) -> Any:

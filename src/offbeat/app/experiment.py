@@ -55,6 +55,18 @@ _machine = partial(_setting, role="machine")
 _upkeep = partial(_setting, role="upkeep")
 
 
+PARTS = {
+    "model": "Model and data",
+    "method": "Method",
+    "stages": "Stages and replicas",
+    "optimizer": "Optimizer and guards",
+    "epochs": "Length and batches",
+    "device": "Machine",
+    "evaluate_every": "Evaluation and storage",
+}
+"""With which setting a part of the help begins, and its heading."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Everything that decides a run. Field names are the flags, with dashes, and the TOML keys."""

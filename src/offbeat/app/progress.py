@@ -62,6 +62,9 @@ class Progress:
 class Watcher(Protocol):
     """Whoever looks at a run while it goes on."""
 
+    def now(self, what: str) -> None:
+        """What takes time now: loading, training, evaluating, storing."""
+
     def begin(self, trainer: Trainer, progress: Progress) -> None: ...
     def step(self, trainer: Trainer, progress: Progress) -> None: ...
     def evaluated(self, trainer: Trainer, progress: Progress) -> None: ...
@@ -83,6 +86,9 @@ class Recorder:
 
     def go_on_from(self, state: dict[str, Any]) -> None:
         self._began = time.perf_counter() - state["time_s"]
+
+    def now(self, what: str) -> None:
+        """Of no interest afterwards."""
 
     def step(self, trainer: Trainer, progress: Progress) -> None:
         if progress.step % METRICS_EVERY or not progress.losses:

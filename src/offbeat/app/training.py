@@ -55,6 +55,14 @@ def _run(
     interrupts: "_Interrupts",
     until_the_end: ExitStack,
 ) -> dict[str, Any]:
+    # Before there is a trainer only the launcher knows which process this is.
+    shown = watchers() if os.environ.get("RANK", "0") == "0" else []
+
+    def now(what: str) -> None:
+        for watcher in shown:
+            watcher.now(what)
+
+    now(f"loading {experiment.data.name}")
     data = data_of(experiment)
     loader = data.loader(
         experiment.batch_size,
@@ -67,7 +75,6 @@ def _run(
         trainer = build(experiment, data, len(loader))
     check_batches(experiment, data, trainer)
     progress = Progress(experiment.epochs, len(loader), experiment.max_steps)
-    shown = watchers() if trainer.rank == 0 else []
     if trainer.rank == 0:
         until_the_end.enter_context(held(folder))
     saved = trainer.resume(folder / CHECKPOINTS).data if resume else None
@@ -85,7 +92,9 @@ def _run(
     try:
         for watcher in shown:
             watcher.begin(trainer, progress)
+        now("training")
         status = training.run(interrupts.begin())
+        now("storing what came out")
         saver.finish(trainer)
     finally:
         for watcher in shown:
@@ -187,8 +196,11 @@ class _Training:
     def _evaluate(self) -> None:
         size = max(self.experiment.batch_size, 256)
         loader = self.data.test_loader(size, device=self.experiment.device)
+        for watcher in self.watchers:
+            watcher.now("evaluating")
         self.progress.evaluation = self.trainer.evaluate(loader)
         for watcher in self.watchers:
+            watcher.now("training")
             watcher.evaluated(self.trainer, self.progress)
 
 

@@ -1,21 +1,23 @@
-"""The command line: methods, corrections, schedule, timeline, train, study, report, verify.
+"""The command line: what trains, what looks at a run or ahead, and what there is to choose from.
 
-Only a command that trains or lists corrections may import torch, and only when it runs, so that
-every other answer, help included, is there at once.
+Only a command that trains or lists what is written in torch may import it, and only when it runs,
+so that every other answer, help included, is there at once.
 """
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from offbeat import __version__
 from offbeat.app.cli import listing, report, schedule, study, train, verify
+from offbeat.app.cli.help import GroupedCommand, GroupedCommands
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
+    cls=GroupedCommands,
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -29,17 +31,21 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-for _command in (
-    listing.methods,
-    listing.corrections,
-    schedule.schedule,
-    schedule.timeline,
-    train.train,
-    study.study,
-    report.report,
-    verify.verify,
-):
-    app.command()(_command)
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Train": (train.train, study.study),
+    "Look at what happened": (report.report, verify.verify),
+    "Look ahead": (schedule.schedule, schedule.timeline),
+    "What there is to choose from": (
+        listing.methods,
+        listing.corrections,
+        listing.averagings,
+        listing.models,
+        listing.data,
+    ),
+}
+for _heading, _group in _COMMANDS.items():
+    for _command in _group:
+        app.command(cls=GroupedCommand, rich_help_panel=_heading)(_command)
 
 
 @app.callback()

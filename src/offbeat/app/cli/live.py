@@ -1,9 +1,6 @@
-"""Who looks at a run while it goes on: a live table, lines for a log, events for TensorBoard."""
+"""Who shows a run while it goes on: a live table, lines for a log."""
 
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -11,8 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.app.progress import METRICS_EVERY, Progress
-from offbeat.errors import MissingExtra
+from offbeat.app.progress import Progress
 from offbeat.trainer import Trainer
 
 
@@ -22,6 +18,9 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._began = time.perf_counter()
+
+    def now(self, what: str) -> None:
+        pass
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
         whole = progress.epochs * progress.steps_per_epoch
@@ -60,6 +59,16 @@ class Screen:
         # Drawn between steps, by nobody's thread: a thread of its own would take turns with them.
         self._live = Live(console=console, auto_refresh=False)
         self._drawn = 0.0
+        self._now = ""
+        self._seen: tuple[Trainer, Progress] | None = None
+
+    def now(self, what: str) -> None:
+        """Drawn at once: whatever comes next may take long."""
+        self._now = what
+        if self._seen is not None:
+            self._draw(*self._seen)
+        else:
+            self._live.console.print(f"{what} ...", style="dim", highlight=False, markup=False)
 
     def begin(self, trainer: Trainer, progress: Progress) -> None:
         self._began = time.perf_counter()
@@ -75,11 +84,14 @@ class Screen:
         self._draw(trainer, progress)
 
     def end(self, status: str) -> None:
+        self._now = ""
+        if self._seen is not None:
+            self._draw(*self._seen)
         self._live.stop()
         self._live.console.print(status, highlight=False)
 
     def _draw(self, trainer: Trainer, progress: Progress) -> None:
-        self._drawn = time.perf_counter()
+        self._drawn, self._seen = time.perf_counter(), (trainer, progress)
         self._live.update(self._view(trainer, progress), refresh=True)
 
     def _view(self, trainer: Trainer, progress: Progress) -> Table:
@@ -103,7 +115,8 @@ class Screen:
         stages.add_row("busy", *self._busy_shares(trainer))
         bar = ProgressBar(total=max(1, progress.steps), completed=progress.step, width=60)
         view = Table.grid()
-        for part in (Text(_what(trainer), style="bold"), bar, numbers, stages):
+        state = Text(self._now, style="dim")
+        for part in (Text(_what(trainer), style="bold"), bar, numbers, stages, state):
             view.add_row(part)
         return view
 
@@ -115,41 +128,6 @@ class Screen:
         self._read = len(ledger)
         shares = ledger.busy_shares(trainer.stages, ledger[since].replica, since)
         return [f"{share:.0%}" if share else "-" for share in shares]
-
-
-class TensorBoard:
-    """Writes scalars beside the run."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra(
-                "--tensorboard needs TensorBoard, which is missing: pip install tensorboard"
-            ) from error
-        self._open: Callable[[], Any] = lambda: SummaryWriter(str(folder))
-
-    def begin(self, trainer: Trainer, progress: Progress) -> None:
-        self._writer = self._open()  # not before the folder is known to be free
-
-    def step(self, trainer: Trainer, progress: Progress) -> None:
-        if progress.step % METRICS_EVERY == 0:
-            self._add("train/loss", progress.loss, progress)
-            self._add("train/rows_per_s", progress.rows_per_s, progress)
-            if trainer.learning_rate is not None:
-                self._add("train/learning_rate", trainer.learning_rate, progress)
-
-    def evaluated(self, trainer: Trainer, progress: Progress) -> None:
-        assert progress.evaluation is not None
-        self._add("test/loss", progress.evaluation.loss, progress)
-        if progress.evaluation.accuracy is not None:
-            self._add("test/accuracy", progress.evaluation.accuracy, progress)
-
-    def end(self, status: str) -> None:
-        self._writer.close()
-
-    def _add(self, name: str, value: float, progress: Progress) -> None:
-        self._writer.add_scalar(name, value, progress.step)
 
 
 def _what(trainer: Trainer) -> str:

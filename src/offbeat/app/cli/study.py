@@ -4,14 +4,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from offbeat.app.cli.options import MOST_STAGES, read_count
-from offbeat.app.cli.printing import print_columns
+from offbeat.app.cli.options import MOST_STAGES, Json, read_count
+from offbeat.app.cli.printing import print_columns, print_json
 from offbeat.app.cli.train import ConfigOption, OutOption, given_settings, with_settings
 from offbeat.app.experiment import Experiment
 from offbeat.app.study import Cell, cells_of, plan, run_study
@@ -69,6 +69,14 @@ def table_of(cells: Sequence[Cell], percent: bool) -> list[list[str]]:
     return [["method", "stages", "lag", score, "std of seeds", "gap to BP"], *rows]
 
 
+_SCORE = {True: "accuracy", False: "minus the test loss"}
+
+
+def _plain(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    own = [{"mean": c.mean, "spread": c.spread, "gap": c.gap} for c in cells]
+    return [asdict(cell) | more for cell, more in zip(cells, own, strict=True)]
+
+
 @with_settings
 def study(
     methods: Annotated[
@@ -85,6 +93,7 @@ def study(
     seeds: Annotated[str | None, typer.Option(metavar="N", help="Seeds 0, 1, ... [3].")] = None,
     config: ConfigOption = None,
     out: OutOption = None,
+    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """How much staleness can this model take? Methods x stages x seeds, compared with BP."""
@@ -97,18 +106,21 @@ def study(
     planned = read_study(config, flags, own)
     first = next(iter(planned.values()))
     folder = Path(out or f"studies/{first.model.name}-{first.data.name}")
-    runs = run_study(planned, folder, typer.echo)
+    runs = run_study(planned, folder, lambda text: typer.echo(text, err=as_json))
     if not runs:
         sys.exit(130)
     cells = cells_of(runs)
     percent = runs[0].summary["accuracy"] is not None
-    print_columns(table_of(cells, percent))
+    if as_json:
+        print_json({"folder": str(folder), "score": _SCORE[percent], "cells": _plain(cells)})
+    else:
+        print_columns(table_of(cells, percent))
     try:
         from offbeat.app.report import draw_study
 
         path = folder / "study.png"
         draw_study(cells, percent).savefig(path, dpi=120)
-        typer.echo(f"\nsaved {path}")
+        typer.echo(f"\nsaved {path}", err=as_json)
     except MissingExtra as error:
         typer.echo(f"\nno picture: {error}", err=True)
     if len(runs) < len(planned):  # interrupted
