@@ -188,7 +188,7 @@ class Trainer(Status):
 
     def check_batch(self, x: Nest, y: Nest = None) -> None:
         """Refuses a batch that :meth:`step` would refuse, without starting it."""
-        feed.divide(self._pipeline, self._pipeline.schedule, x, y)
+        feed.divide(self._pipeline, self._pipeline.schedule, nest.plain(x), nest.plain(y))
 
     def batches(self, loader: Iterable[Nest]) -> Iterator[tuple[Nest, Nest]]:
         """The loader's batches where this process needs them, ``(None, None)`` where it does not.

@@ -34,7 +34,6 @@ class Shard(NamedTuple):
 def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[Shard]:
     """The batch as one part per replica of this process; refused before anything has begun."""
     placement, parts = pipeline.engine.placement, schedule.micro_batches
-    x, y = nest.plain(x), nest.plain(y)
     inputs, targets = nest.tensors(x), nest.tensors(y)
     if placement.holds_first and not inputs:
         raise BatchError(f"x is a {type(x).__name__} without a tensor in it: give tensors.")
