@@ -149,11 +149,14 @@ def test_a_stage_without_weights_gathers_nothing_and_waits_for_nobody(*, summed:
     """One that only borrows its weights, or an nn.Tanh: its replicas have no part to wait for."""
     arrived: dict[Key, Gathered] = {}
 
+    def raise_it(error: Exception) -> None:
+        raise error
+
     class Three:
         size = staticmethod(lambda: 3)
 
     of_stage: Any = {1: Three()}
-    collectives = Collectives(of_stage, CPU, arrived.__setitem__, pytest.fail)
+    collectives = Collectives(of_stage, CPU, arrived.__setitem__, raise_it)
     collectives.gather(Key("export", 1, 0), [], summed=summed)
     (gathered,) = arrived.values()
     assert gathered.parts == [[]] * (1 if summed else 3)
