@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import offbeat
 from helpers import OPTIMIZERS, assert_same_bits
-from offbeat.errors import ConfigurationError, OffbeatError, StageError
+from offbeat.errors import OffbeatError, StageError
 from offbeat.methods import GPipe, Method, PipeDream, Synchronous
 from offbeat.nest import Nest
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.stored import read_rows
 from hypothesis import HealthCheck, Phase, given, seed, settings
+
 from programs import Program, has_lag, programs
 from test_programs import outcome
-
-from benchmarks.stored import read_rows
 
 KINDS = ("blocks", "blocks", "blocks", "sequential", "sequential", "traced")
 
@@ -31,7 +31,10 @@ def try_part(number: int, examples: int) -> dict[str, Any]:
 
     @seed(number)
     @settings(
-        max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(programs(KINDS))
