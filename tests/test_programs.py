@@ -1,6 +1,6 @@
 """Random programs: the bits of a plain loop or of an oracle, or a refusal in words; nothing else.
 
-``benchmarks/programs`` has tried 2,000 of them, and says how to try more.
+``benchmarks/programs`` tries thousands and stores what became of them.
 """
 
 from __future__ import annotations
