@@ -29,6 +29,7 @@ FOLDERS = (
     "language",
     "networks",
     "one_gpu",
+    "programs",
     "progress",
     "shared_gpu",
     "simulator",

@@ -516,7 +516,12 @@ class _Inputs:
     @contextmanager
     def noted(self) -> Iterator[None]:
         state = {n: b.clone() for n, b in self._model.named_buffers()}
-        with self._hooked(lambda value, here: self._values.append(value.detach().clone()) or value):
+
+        def note(value: Tensor, outside: bool) -> Tensor:
+            self._values.append(value.detach().clone())
+            return value.detach().requires_grad_(value.is_floating_point()) if outside else value
+
+        with self._hooked(note):
             yield
         for name, buffer in self._model.named_buffers():
             buffer.data.copy_(state[name])
@@ -529,7 +534,10 @@ class _Inputs:
             theirs = next(values)
             if not outside:
                 return value
-            return _Same.apply(value, theirs) if value.requires_grad else theirs
+            if value.requires_grad:
+                return _Same.apply(value, theirs)
+            # Where no graph tells, a stage asks for all gradients, and matmul rounds by that.
+            return theirs.requires_grad_(theirs.is_floating_point())
 
         with self._hooked(give):
             yield

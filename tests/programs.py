@@ -120,7 +120,7 @@ class Net(nn.Module):
         self.program = (program,)
         quirk, tower = program.quirk, program.quirk("tower")
         self.temperature, self.sharpness, self.settings = 1.0, 1.0, {"scale": 1.0}
-        if tower and tower[0] == "behind blocks" or quirk("unused"):
+        if (tower and tower[0] == "behind blocks") or quirk("unused"):
             self.spare = nn.Linear(WIDTH, WIDTH)
         self.inlet = nn.Linear(WIDTH, WIDTH)
         if quirk("mask") == "learned":
@@ -267,7 +267,9 @@ class Outlet(nn.Module):
 def layer_of(net: nn.Module, name: str | int) -> nn.Linear:
     """Of a net by its number, or an end of it."""
     if isinstance(name, str):
-        holder = next(m for m in net.modules() if isinstance(vars(m)["_modules"].get(name), nn.Linear))
+        holder = next(
+            m for m in net.modules() if isinstance(vars(m)["_modules"].get(name), nn.Linear)
+        )
         found: nn.Linear = getattr(holder, name)
         return found
     return [m for m in net.modules() if isinstance(m, Block)][name].linear
@@ -479,7 +481,9 @@ def programs(
         seen = draw(st.sets(st.integers(0, steps - 1), min_size=1, max_size=3))
         side = draw(st.sampled_from(["before", "before", "behind", "behind blocks"]))
         quirks["tower"] = (side, *sorted(seen)) if side != "behind blocks" else (side,)
-    flags = {"flag", "sometimes", ("behind blocks",)} & {v for n, v in quirks.items() if n != "ties"}
+    flags = {"flag", "sometimes", ("behind blocks",)} & {
+        v for n, v in quirks.items() if n != "ties"
+    }
     if kind == "sequential" or not (flags or {"flag", "tower", "number"} & {*quirks}):
         inputs = draw(st.sampled_from(["tensor", "tuple", "dict"]))
     else:

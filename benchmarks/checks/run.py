@@ -48,14 +48,14 @@ class _Still:
 
 
 OFF: list[tuple[Any, str, Callable[..., Any]]] = [
-    (Models, "follow", lambda self: []),
-    (Models, "remember", lambda self: None),
-    (network, "leaves_of", lambda end, behind: []),
-    (SavedTensors, "knows", lambda self, graph: True),
-    (HostState, "now", staticmethod(lambda *, whole=False: _Still)),
-    (blocks, "_plain_of", lambda output: _Like()),
-    (blocks._Body, "_versions", lambda self: []),
-    (Means, "look_at", lambda self, batch, work, portion: None),
+    (Models, "follow", lambda *_: []),
+    (Models, "remember", lambda *_: None),
+    (network, "leaves_of", lambda *_: []),
+    (SavedTensors, "knows", lambda *_: True),
+    (HostState, "now", staticmethod(lambda **_: _Still)),
+    (blocks, "_plain_of", lambda *_: _Like()),
+    (blocks._Body, "_versions", lambda *_: []),
+    (Means, "look_at", lambda *_: None),
 ]
 """The checks, and what stands in their place."""
 
@@ -85,6 +85,10 @@ def next_word(output: Any, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), y.flatten())
 
 
+def digits(rows: int) -> Batch:
+    return torch.randn(rows, 1, 28, 28), torch.randint(10, (rows,))
+
+
 def images(rows: int) -> Batch:
     return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
 
@@ -94,7 +98,7 @@ T5 = {"vocab_size": 256, "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 
 START = {"decoder_start_token_id": 0, "pad_token_id": 0}
 MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Tensor], Batch]]] = {
     "mlp": lambda: (
-        mlp(), nn.functional.cross_entropy, (torch.randn(128, 1, 28, 28), torch.randint(10, (128,))),
+        mlp(), nn.functional.cross_entropy, digits(128),
     ),
     "resnet20": lambda: (resnet(20), nn.functional.cross_entropy, images(32)),
     "gpt2": lambda: (language("GPT2LMHeadModel", **GPT2), next_word, words(8, 64, "input_ids")),

@@ -1,7 +1,7 @@
 """Random programs against the library: how many end with the bits, how many are refused in words.
 
     PYTHONPATH=src:tests OMP_NUM_THREADS=1 python -m benchmarks.programs.run \\
-        --parts 10 --examples 200 --out benchmarks/programs/results.jsonl
+        --parts 40 --examples 50 --out benchmarks/programs/results.jsonl
 
 A program (`tests/programs.py`) is a model with quirks, its batches, a method and what a script does
 meanwhile; `tests/test_programs.py` says what must come out. A row is a part with its seed; it is
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.stored import read_rows
 from hypothesis import HealthCheck, Phase, given, seed, settings
+
 from programs import Program, has_lag, programs
 from test_programs import outcome
-
-from benchmarks.stored import read_rows
 
 KINDS = ("blocks", "blocks", "blocks", "sequential", "sequential", "traced")
 
@@ -31,7 +31,10 @@ def try_part(number: int, examples: int) -> dict[str, Any]:
 
     @seed(number)
     @settings(
-        max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(programs(KINDS))
@@ -57,9 +60,9 @@ def sorted_counts(found: Counter[str]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
-    parser.add_argument("--parts", type=int, default=10)
+    parser.add_argument("--parts", type=int, default=40)
     parser.add_argument("--first", type=int, default=1, help="seed of the first part")
-    parser.add_argument("--examples", type=int, default=200, help="of a part")
+    parser.add_argument("--examples", type=int, default=50, help="of a part")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = {row["seed"] for row in read_rows(arguments.out)} if arguments.out.exists() else set()

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Case:
     resumed_at: int | None = None
     """Saved there with streams, and resumed by another trainer."""
     updates: int = 200
+    change: Callable[[nn.Sequential], Any] | None = None
+    """What the script does to the model in the middle, between two replays."""
     unrecorded: tuple[int, ...] = ()
     """The stages that cannot be recorded as CUDA graphs."""
 
@@ -87,6 +90,22 @@ def warm_up(optimizer: Any) -> Any:
     return LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 50) / (1 + n / 100))
 
 
+def drop_less(model: nn.Sequential) -> None:
+    next(m for m in model if isinstance(m, nn.Dropout)).p = 0.5
+
+
+def halved(self: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight, self.bias) * 0.5
+
+
+def patch_head(model: nn.Sequential) -> None:
+    model[-1].forward = MethodType(halved, model[-1])  # type: ignore[method-assign]
+
+
+def hook_head(model: nn.Sequential) -> None:
+    model[-1].register_forward_hook(lambda module, x, output: output * 0.5)
+
+
 BF16 = {"autocast": torch.bfloat16}
 ALONE = [
     ClipPerStage(times=2.0) if kind is ClipPerStage else kind()
@@ -124,6 +143,12 @@ CASES = [
     Case(name="transformer, newest weights", method=StaleWeights(), optimizer=adam, model="gpt"),
     Case(name="a layer that asks the CPU", method=PipeDream(), model="asks the CPU",
          unrecorded=(1,)),
+    Case(name="tied, stash", method=PipeDream(), model="tied", updates=60),
+    Case(name="tied, newest weights", method=StaleWeights(accumulate=2), model="tied", updates=60),
+    Case(name="an attribute is changed", method=PipeDream(), change=drop_less, updates=60),
+    Case(name="a forward is patched", method=StaleWeights(), change=patch_head, updates=60),
+    Case(name="a hook is put on", method=PipeDream(), change=hook_head, updates=60,
+         unrecorded=(STAGES - 1,)),
     Case(name="short last batches", method=StaleWeights(accumulate=2), short=True),
     Case(
         name="hybrid",
@@ -189,6 +214,11 @@ def model_of(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     if case.model == "gpt":
         return gpt(64, context=32, layers=4, width=64, heads=4, dropout=0.1).cuda()
+    if case.model == "tied":
+        wide = [nn.Linear(64, 64) for _ in range(5)]
+        wide[-1].weight = wide[0].weight
+        layers = [layer for one in wide for layer in (one, nn.Tanh())]
+        return nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), *layers, nn.Linear(64, 10)).cuda()
     net = resnet(14)
     if case.model == "asks the CPU":
         net.insert(5, Asking())
@@ -253,6 +283,8 @@ def train(case: Case, engine: Any) -> dict[str, Any]:
     for number, (x, y) in enumerate(batches):
         if number == case.resumed_at and engine == "streams":
             trainer = resume_elsewhere(trainer, case)
+        if case.change is not None and number == case.updates // 2:
+            case.change(trainer.model)  # type: ignore[arg-type]
         losses.append(trainer.step(x, y))
         if number % 50 == 49:
             scores.append(trainer.evaluate(batches[:2]).loss)

@@ -242,12 +242,15 @@ class Network:
         passed = given
         if self.habits.inputs_changed is not False:
             passed = nest.copied(given)
-            inputs = nest.tensors(passed)
-        before = [tensor._version for tensor in inputs]
+            before, inputs = inputs, nest.tensors(passed)
+            if not torch.is_grad_enabled():  # matmul goes by the flag all the same
+                for copy, tensor in zip(inputs, before, strict=True):
+                    copy.requires_grad_(tensor.requires_grad)
+        versions = [tensor._version for tensor in inputs]
         # Compiled code would hide its operations from the inspection of a first graph.
         inspected = self.rule in (None, "recompute") or self.habits.inspected
         output = self._compiled(passed) if inspected else self.module(passed)
-        changed = before != [tensor._version for tensor in inputs]
+        changed = versions != [tensor._version for tensor in inputs]
         if changed and self.habits.inputs_changed is False:
             raise StageError(
                 f"stage {self.index} ({_describe(self.module)}) began to change its input in place"
@@ -257,9 +260,15 @@ class Network:
             self.habits.inputs_changed = changed
         return output
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether one is computed here."""
+        return self._loss is not None and (self.head is None or self.local_loss)
+
     def _compute_loss(self, output: Nest, given: Nest, target: Nest) -> Tensor | None:
-        if self._loss is None or (self.head is not None and not self.local_loss):
+        if not self.has_loss:
             return None
+        assert self._loss is not None
         behind = {tensor.grad_fn for tensor in nest.tensors(output)}  # it may write in place
         try:
             loss = self._loss(output if self.head is None else self.head(output), target)

@@ -60,9 +60,9 @@ class Direct:
                 return network.forward(flight.batch, work, given, graph=True)
             work.given = given
             work.given_as = [tensor._version for tensor in nest.tensors(given)]
-            # The first has a graph, so that a loss that looks beyond its arguments is seen to.
-            first = network.habits.inputs_changed is None
-            with torch.set_grad_enabled(first), network.buffers.restored():
+            # A loss has a graph, so that one that looks beyond its arguments is seen to. All else
+            # has none in any batch: matmul rounds otherwise where a graph is kept.
+            with torch.set_grad_enabled(network.has_loss), network.buffers.restored():
                 return network.forward(flight.batch, work, given, graph=False)
 
     def prepare(self, flight: Flight) -> None:
