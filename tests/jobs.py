@@ -644,11 +644,11 @@ def save_without(dies: int, folder: str) -> dict[str, Any] | None:
         losses.append(trainer.step(x, y))
         if number == 7:
             started = time.monotonic()
-            words = refusal(lambda: trainer.save(place / "exact"))
-            refused_s = time.monotonic() - started
+            trainer.save(place / "exact", wait=True)
+            saved_s = time.monotonic() - started
             trainer.save(place / "drained", drain=True, wait=True)
             saved = trainer.state_dict()
-    return {"words": words, "refused_s": refused_s, "saved": saved, "losses": len(losses)}
+    return {"saved_s": saved_s, "saved": saved, "losses": len(losses)}
 
 
 def save_often(dies: int, at: int, delay_s: float, folder: str) -> dict[str, Any]:

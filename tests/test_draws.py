@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import offbeat
 from helpers import assert_same_bits, trainer_for
 from offbeat.errors import StageError
 from offbeat.methods import DSP, StaleWeights
@@ -136,6 +137,16 @@ class Pause(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.002)
         return x
+
+
+def test_nobody_is_beside_the_stages_of_a_launched_process() -> None:
+    assert offbeat.launch(names_of_others, 2) == [[], []]
+
+
+def names_of_others() -> list[str]:
+    trainer = trainer_for(net(), StaleWeights(), cuts=[3], seed=1)
+    trainer.step(torch.ones(4, 6), torch.zeros(4).long())
+    return others()
 
 
 def test_threads_that_never_draw_cost_nothing() -> None:

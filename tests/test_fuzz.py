@@ -10,13 +10,17 @@ import io
 import json
 import math
 import os
+import random
 import warnings
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.faults import fuzz
+from benchmarks.stored import read_rows
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -425,6 +429,44 @@ def test_a_damaged_run_is_refused_or_reported(
         text = page([Run.load(folder)])
         assert "</html>" in text
         assert "<script>alert" not in text
+
+
+@pytest.fixture(scope="module")
+def sound() -> Iterator[fuzz.Inputs]:
+    with fuzz.sound_inputs() as inputs:
+        yield inputs
+
+
+@pytest.mark.parametrize("what", fuzz.KINDS)
+def test_damaged_input_is_refused_or_equal(sound: fuzz.Inputs, what: str) -> None:
+    """As ``python -m benchmarks.faults.fuzz`` does, of which the rows are stored."""
+    report = fuzz.fuzz(sound, what, seed=LONGER, count=150 * LONGER)
+    assert not report.others, "\n".join(report.others)
+    assert report.outcomes["refused"] > 10
+
+
+def test_the_fuzzer_sees_what_is_neither(sound: fuzz.Inputs) -> None:
+    class Deaf:
+        def mistakes(self, _: random.Random) -> None:
+            raise KeyError("inside")
+
+        def losses(self, _: random.Random) -> None:
+            fuzz.require(fuzz.same(torch.ones(2), torch.ones(2).double()), "another type")
+
+    for what, words in (("mistakes", "KeyError: 'inside'"), ("losses", "another type")):
+        report = fuzz.fuzz(Deaf(), what, 0, 2)  # type: ignore[arg-type]
+        assert report.outcomes == {"other": 2}
+        assert all(words in line for line in report.others)
+    assert not fuzz.same({"x": [1, math.nan]}, {"x": [1, 2.0]})
+    assert fuzz.same({"x": [1, math.nan, torch.ones(2)]}, {"x": [1, math.nan, torch.ones(2)]})
+
+
+def test_stored_rows_are_of_every_kind() -> None:
+    rows = read_rows(Path(fuzz.__file__).with_name("fuzz.jsonl"))
+    assert {row["what"] for row in rows} == {*fuzz.KINDS}
+    for row in rows:
+        assert row["inputs"] == row["refused"] + row["equal"] >= 50_000
+        assert row["other"] == 0
 
 
 def test_the_fuzzer_would_see_a_traceback() -> None:

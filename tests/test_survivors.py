@@ -130,11 +130,10 @@ def test_those_who_are_left_can_save(dies: int, tmp_path: Path) -> None:
     found = offbeat.launch(jobs.save_without, 3, dies, str(tmp_path), timeout_s=200, go_on=True)
     assert found[dies] is None
     for result in (result for rank, result in enumerate(found) if rank != dies):
-        assert re.search(rf"replica {dies} has died, .*save\(..., drain=True\)", result["words"])
-        assert result["refused_s"] < 20  # and not after timeout=300
+        assert result["saved_s"] < 20  # and not after timeout=300
         assert result["losses"] == 12
     left = next(result for result in found if result is not None)
-    assert not list((tmp_path / "exact").glob("step-*"))
+    assert [path.name for path in (tmp_path / "exact").glob("step-*")] == ["step-000008"]
     again = trainer_for(jobs.dropout_net(), optimizer=OPTIMIZERS["momentum"], seed=3)
     resumed = again.resume(tmp_path / "drained")
     assert (resumed.step, resumed.kind) == (8, "drained")

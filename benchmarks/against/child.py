@@ -1,7 +1,7 @@
 """A process of one version: built, warmed up, then blocked until its turn.
 
 It reads ``lead steps`` lines from its standard input, trains ``lead + steps`` batches for each, and
-answers with the seconds of the last ``steps``.
+answers with the seconds of the last ``steps``, by the clock and of the processor.
 """
 
 import ctypes
@@ -46,6 +46,21 @@ def make_step(name: str) -> Callable[[], Any]:
         )
         some = [(torch.randn(128, 3, 32, 32), torch.randint(10, (128,))) for _ in range(8)]
         return partial(_next_step, trainer.step, cycle(some))
+    if kind == "small":
+        torch.manual_seed(0)
+        trainer = offbeat.Trainer(
+            nn.Sequential(
+                *(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)),
+                nn.Linear(256, 10),
+            ),
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+            method=offbeat.StaleWeights(),
+            cuts=[4],
+            seed=0,
+        )
+        few = [(torch.randn(256, 256), torch.randint(10, (256,))) for _ in range(8)]
+        return partial(_next_step, trainer.step, cycle(few))
     if kind == "two-cores":
         from benchmarks.two_cores.models import WORKLOADS, loss, optimizer
 
@@ -109,11 +124,12 @@ def main() -> None:
         for _ in range(lead):
             step()
         wait()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         for _ in range(steps):
             step()
         wait()
-        reply({"seconds": time.perf_counter() - start})
+        took = time.perf_counter() - start
+        reply({"clock": took, "processor": time.process_time() - used})
     os._exit(0)  # no goodbyes: the other process may have ended already
 
 

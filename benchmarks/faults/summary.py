@@ -93,4 +93,22 @@ def tables() -> dict[str, str]:
             f" | {found['median_ratio_of_blocks']:.3f} | {found['limit']:.2f}"
             f" | {found['bytes'] / 1e6:.0f} MB | {1000 * found['median_taken_s']:.0f} ms |"
         )
-    return {"cost": "\n".join(lines), "storm": storm_table()}
+    more = {"storm": storm_table(), "fuzz": _damaged(), "long-run": _long_run()}
+    return {"cost": "\n".join(lines), **more}
+
+
+def _damaged() -> str:
+    lines = ["| what is damaged | inputs | refused | equal | neither |", "|---" * 5 + "|"]
+    for row in read_rows(FOLDER / "fuzz.jsonl"):
+        counts = (f"{row[name]:,}" for name in ("inputs", "refused", "equal", "other"))
+        lines.append(f"| {row['what'].replace('_', ' ')} | {' | '.join(counts)} |")
+    return "\n".join(lines)
+
+
+def _long_run() -> str:
+    lines = ["| steps | actions | memory | checkpoint | file of older actions |", "|---" * 5 + "|"]
+    for row in read_rows(FOLDER / "long-run.jsonl"):
+        sizes = (f"{row[name] / 1e6:.2f} MB" for name in ("checkpoint_bytes", "older_bytes"))
+        cells = f"{row['steps']:,}", f"{row['actions']:,}", f"{row['memory_mb']:.0f} MB", *sizes
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

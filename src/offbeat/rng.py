@@ -277,7 +277,7 @@ class Apart(TorchDispatchMode):
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._own = {generator.device.type: generator for generator in generators}
         self.replays = False
         """Whether an activation checkpoint has drawn, whose backward will draw again."""

@@ -88,10 +88,11 @@ class Archive:
             pipeline.drain()
         # The last write first: two snapshots at once would double what is held in memory.
         self.wait()
+        gone: list[int] = []
         if drain:
             replica = drained.keeper(pipeline)
             ranks = self._engine.placement.row_of(replica)
-            files, gone = drained.files_of(pipeline, replica), []
+            files = drained.files_of(pipeline, replica)
         else:
             files, gone = exact.files_of(pipeline)
             ranks = exact.ranks_without(gone, self._engine.placement)

@@ -83,12 +83,12 @@ def _digest_layers(model: nn.Module) -> str:
 
 def placement_of(manifest: Manifest) -> Placement | None:
     """Where the stages of an exact checkpoint were; None if it does not say."""
-    stages, replicas, rows = (manifest.get(n) for n in ("stages", "replicas", "placement"))
+    stages, replicas, rows = (manifest.get(n, 0) for n in ("stages", "replicas", "placement"))
     if any(type(count) is not int or count < 1 for count in (stages, replicas)):
         return None
     if stages * (replicas - len(gone_of(manifest))) > len(manifest["files"]):
         return None
-    if rows is None:  # an earlier version had one stage or all of them in a process
+    if not rows:  # an earlier version had one stage or all of them in a process
         size = manifest.get("processes")
         whole = size in (1, stages * replicas)
         return Placement.across(stages, replicas, size, 0) if whole and size else None

@@ -26,7 +26,7 @@ from offbeat.transport import groups
 def main() -> None:
     port, folder = int(sys.argv[1]), Path(sys.argv[2])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True, name="offbeat-parent").start()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if size > 1:
         groups.stay_on_this_host()
