@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -273,3 +278,50 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingExtra, match=r"pip install 'offbeat\[transformers\]'"):
         importlib.import_module("offbeat.integrations.transformers")
+
+
+def start(folder: Path, processes: int, *words: str) -> subprocess.Popen[str]:
+    """The example, as a user starts it."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.Popen(
+        [*command, str(EXAMPLES / "hugging_face_offbeat.py"), str(folder), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def told_by(folder: Path, process: subprocess.Popen[str]) -> tuple[list[float], bytes]:
+    """The losses of its log and the weights it has saved, once it has ended."""
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    state = json.loads((folder / "checkpoint-32" / "trainer_state.json").read_text())
+    losses = [line["loss"] for line in state["log_history"] if "loss" in line]
+    (weights,) = folder.glob("*model.safetensors")
+    return losses, weights.read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [(), ("adapters",)])
+def test_the_example_runs_anywhere_and_survives_a_kill(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    alone = told_by(tmp_path / "1", start(tmp_path / "1", 1, *words))
+    assert len(alone[0]) == 8
+    for processes in (2, 3):
+        folder = tmp_path / f"{processes}"
+        assert told_by(folder, start(folder, processes, *words)) == alone
+    folder = tmp_path / "killed"
+    process = start(folder, 2, *words)
+    deadline = time.monotonic() + 200
+    while not (folder / "checkpoint-12" / "trainer_state.json").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert told_by(folder, start(folder, 3, *words)) == alone
