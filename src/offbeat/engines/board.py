@@ -119,7 +119,8 @@ class SharedNotes:
     def _died(self, rank: int) -> bool:
         if self._row is None:
             return False
-        return self._ask(lambda: self._store.check([f"dead/{rank // self._row}"]))
+        life = rank // self._row
+        return self._ask(lambda: self._store.check([f"dead/{life}"]))
 
 
 class Board:
