@@ -174,7 +174,7 @@ def hook_trouble(plan: Plan, marks: Marks | None) -> None:
     at, there = plan["at"], time.time
 
     def hindered() -> bool:
-        return at <= marks.get(Marks.STEP) < at + 4
+        return bool(at <= marks.get(Marks.STEP) < at + 4)
 
     if plan["fault"] == "read-only folder":
         make = disk.make_folder

@@ -39,7 +39,7 @@ SILENCE_S = 1.5
 class Other:
     """Somebody who is heard, or has not been for some beats."""
 
-    def __init__(self, rank: int, unheard: int = 0) -> None:
+    def __init__(self, rank: int, unheard: float = 0.0) -> None:
         self.rank, self.name, self.unheard = rank, f"rank {rank}", unheard
         self.error: WorkerLost | None = None
 
@@ -94,7 +94,7 @@ def test_a_process_that_was_frozen_itself_blames_nobody() -> None:
         run.send_signal(signal.SIGCONT)
         unheard, error = run.stdout.readline().split()
     assert error == "None"
-    assert 0 < int(unheard) < 8
+    assert 0 < float(unheard) < 8
 
 
 def test_what_says_so_names_who_where_and_since_when() -> None:
@@ -190,7 +190,7 @@ def test_a_request_to_a_frozen_store_is_bounded() -> None:
 
 
 def test_of_two_that_have_lost_each_other_one_goes_on() -> None:
-    store = HashStore()
+    store: Any = HashStore()
     boards = []
     for rank in range(3):
         board = Board.__new__(Board)

@@ -66,7 +66,7 @@ def plans_of(given: argparse.Namespace) -> list[Plan]:
         {"averaging": "streaming", "seed": given.seed},
         {"averaging": "dasgd", "seed": given.seed, "stages": 2, "replicas": given.replicas // 2},
     ]
-    plans = []
+    plans: list[Plan] = []
     for setting in settings:
         calm = shared | setting | {"storm": "calm", "faults": [], "whole_at": None, "wired": []}
         stormy = calm | {"storm": "storm"}
@@ -317,9 +317,9 @@ class Run:
             whole["down_s"] = round(min(again, default=ended) - killed, 1)
         numbers = range(self._number + 1)
         files = [self.folder / f"end-{number}.json" for number in numbers]
-        ends = [json.loads(file.read_text()) for file in files if file.exists()]
+        ends: list[Row] = [json.loads(file.read_text()) for file in files if file.exists()]
         last = ends[-1] if ends and ends[-1]["run"] == self._number else {"error": "no report"}
-        results = [result for result in last.get("results", []) if result is not None]
+        results: list[Row] = [one for one in last.get("results", []) if one is not None]
         merges: dict[tuple[int, ...], list[Row]] = defaultdict(list)
         for row in rows:
             if row["what"] == "merged" and row["at"][0] == 0:
@@ -352,7 +352,8 @@ class Run:
         later = [row for row in rows if row["t"] > fault["t"]]
         told = (r["t"] for r in later if r["what"] == "gone" and r["replica"] == replica)
         noticed = next(told, None)
-        found = {name: fault[name] for name in ("kind", "replica", "hit", "for_s") if name in fault}
+        names = ["kind", "replica", "hit", "for_s"]
+        found: Row = {name: fault[name] for name in names if name in fault}
         found["at"] = round(fault["t"] - (self.began or 0.0), 2)
         if noticed is None or fault["kind"].endswith("disk") or noticed > until:
             return found
@@ -383,7 +384,7 @@ def adoptions(rows: list[Row]) -> int:
     has come back it must be as deep as in the others at the same average.
     """
     found = 0
-    deepest: dict[tuple[int, int], float] = {}
+    deepest: dict[tuple[int, ...], float] = {}
     at: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for row in rows:
         if row["what"] == "merged" and row["tracer"] is not None:

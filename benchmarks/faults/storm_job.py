@@ -62,7 +62,7 @@ class Traced(nn.Module):
         return y + 0.0 * self.tracer
 
 
-def falls(named: Iterator[tuple[str, Tensor]]) -> Tensor:
+def falls(named: list[tuple[str, nn.Parameter]]) -> Tensor:
     """A penalty of slope 1 on tracers: Adam lets them fall by the learning rate every update."""
     found = [value.sum() for name, value in named if name.endswith("tracer")]
     return found[0] if found else torch.zeros(())
@@ -160,7 +160,7 @@ def look_at_returns(diary: Diary) -> None:
         diary.note("joined", step=found[0].step)
         return found
 
-    Membership._knock = knock_noted  # type: ignore[method-assign]
+    Membership._knock = knock_noted  # type: ignore[method-assign, assignment]
     Membership.join = join_noted  # type: ignore[method-assign]
 
 

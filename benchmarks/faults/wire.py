@@ -191,7 +191,7 @@ def ask(wire: int, question: dict[str, Any]) -> int:
         return answer
 
 
-class Wired(Store):  # type: ignore[misc]
+class Wired(Store):
     """A store in which gloo leaves and finds addresses: those it finds lead over the wire."""
 
     def __init__(self, under: Store, wire: int, rank: int, wired: list[int]) -> None:

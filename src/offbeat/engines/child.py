@@ -34,7 +34,8 @@ def main() -> None:
         if number := return_number():
             # Nobody waits for it at init_process_group: only its replica's own processes do.
             size = int(os.environ[ROW])
-            arguments = store.clone(), alive_note(number, rank % size)
+            own: Store = store.clone()  # type: ignore[attr-defined]
+            arguments = own, alive_note(number, rank % size)
             threading.Thread(target=_say_alive, args=arguments, daemon=True).start()
             fresh = PrefixStore(f"return-{number}", store)
             groups.join_at(fresh, rank % size, size)
