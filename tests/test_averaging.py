@@ -824,7 +824,7 @@ def test_momentum_of_sparse_gradients_is_averaged_like_that_of_dense_ones(
 )
 def test_velocity_is_pulled_back_with_weights(averaging: Averaging, expected: str) -> None:
     assert averaging.state_at_merge == expected
-    named = replace(averaging, optimizer_state=expected)  # type: ignore[arg-type]
+    named = replace(averaging, optimizer_state=expected)
     ours, theirs = (
         rows_now(run(one, 9, optimizer=OPTIMIZERS["momentum"])) for one in (averaging, named)
     )

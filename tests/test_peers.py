@@ -181,7 +181,7 @@ def test_streaming_diloco_is_torchfts(name: str) -> None:
             replicas=2,
             averaging=StreamingDiLoCo(
                 6,
-                fragments=fragments,  # type: ignore[arg-type]
+                fragments=fragments,
                 delay=file.delay,
                 offset=-file.delay,  # theirs says where a fragment is merged
                 mix=file.mix,

@@ -29,6 +29,7 @@ from offbeat.averaging import (
     OverlapLocalSGD,
     StreamingDiLoCo,
 )
+from offbeat.averaging.base import OptimizerState
 
 REPLICAS = 4
 RULES: dict[str, Averaging] = {
@@ -123,7 +124,9 @@ def main() -> None:
     asked.out.write_text(json.dumps(rows[0]) + "\n")
     for name, averaging in RULES.items():
         for momentum in (0.0, 0.9):
-            policies = ("keep", "average") if momentum and averaging.plan() else ("keep",)
+            policies: tuple[OptimizerState, ...] = ("keep",)
+            if momentum and averaging.plan():
+                policies = ("keep", "average")
             for policy in policies:
                 own = replace(averaging, optimizer_state=policy)
                 row: dict[str, object] = {"rule": name, "momentum": momentum, "state": policy}
