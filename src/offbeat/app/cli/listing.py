@@ -60,8 +60,9 @@ def corrections(as_json: Json = False) -> None:
         return
     _print_with_settings(kinds, ["name", "acts on", "settings", "copies", "reference"])
     typer.echo(
-        "\ncopies: further ones of a stage's weights, D being its lag. A stage without lag is left"
-        "\nalone by all of them. As in: offbeat train --correction predict:horizon=lag"
+        "\ncopies: further ones of a stage's weights, D being its lag. A stage without lag"
+        "\nis left alone by all of them. As in:"
+        "\noffbeat train --correction predict:horizon=lag"
     )
 
 

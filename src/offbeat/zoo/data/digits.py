@@ -31,8 +31,8 @@ def raw_digits(seed: int, test_share: float) -> Split:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingExtra(
-            "digits() reads its images from scikit-learn, which is missing:"
-            " pip install scikit-learn"
+            "data 'digits' reads its images from scikit-learn, which is missing:"
+            " pip install scikit-learn; or take other data ('offbeat data' lists them)"
         ) from error
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
