@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -96,6 +97,8 @@ class PretendedLane:
         self.replayed = 0
         self._seed = 0
         self.inside = False
+        self._pools: dict[object, WeakSet[PretendedRecording]] = {}
+        self._used: set[object] = set()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -122,19 +125,23 @@ class PretendedLane:
     def drew(self) -> bool:
         return True
 
-    def pool(self) -> tuple[int, int]:
-        return (0, 0)
+    def pool(self) -> object:
+        return object()
 
     def record(self, function: Callable[[], Any], pool: object = None) -> tuple[Any, Any]:
-        del pool
         assert self.stage is not None
+        uses = self._pools.setdefault(pool, WeakSet())
+        assert pool is None or uses or pool not in self._used, "CUDA frees a pool with its last use"
+        self._used.add(pool)
         before = [(t, t.detach().clone()) for t in self._state(self.stage)]
         with seeded(0, CPU):
             result = function()
         for tensor, values in before:
             tensor.data.copy_(values)
         self.recorded += 1
-        return PretendedRecording(self, function, result), result
+        recording = PretendedRecording(self, function, result)
+        uses.add(recording)
+        return recording, result
 
     @staticmethod
     def _state(stage: Stage) -> list[Tensor]:

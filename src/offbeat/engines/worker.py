@@ -183,6 +183,8 @@ class Worker:
         cheap = self.stage.device.type == "cpu" or self.step == 0
         if self._means is None or work is None or not cheap:
             return
+        if work.scale_at is not None:  # of a recording, which let go of the graph
+            return
         if work.loss is None:
             self._not_compared[batch] = portion
             return

@@ -389,6 +389,7 @@ class Recorded:
                 flight.work, flight.note = slot.work_again(), replace(flight.note, slot=None)
         self._seen.clear()
         self.free.clear()
+        self._pool = None  # CUDA frees one with the last recording that uses it
         if not self._taken and not self.gathered.count:  # else gradients go where they went
             self._forget_recordings()
 
