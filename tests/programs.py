@@ -319,7 +319,8 @@ def batches_of(program: Program) -> Batches:
 
 def loss_of(output: Any, y: Tensor) -> Tensor:
     if isinstance(output, dict):
-        return F.cross_entropy(output["logits"], y) + 0.1 * output["extra"]
+        loss: Tensor = F.cross_entropy(output["logits"], y) + 0.1 * output["extra"]
+        return loss
     return F.cross_entropy(output if isinstance(output, Tensor) else output[0], y)
 
 
