@@ -29,7 +29,6 @@ FOLDERS = (
     "language",
     "networks",
     "one_gpu",
-    "programs",
     "progress",
     "shared_gpu",
     "simulator",

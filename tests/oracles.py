@@ -511,7 +511,7 @@ class _Inputs:
         blocks = [module for module in model.modules() if type(module) is kind]
         self._model, self._starts = model, starts
         self._blocks = blocks[blocks.index(starts[0]) :]
-        self._values: list[object] = []
+        self._values: list[Tensor] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -535,7 +535,8 @@ class _Inputs:
             if not outside:
                 return value
             if value.requires_grad:
-                return _Same.apply(value, theirs)
+                same: Tensor = _Same.apply(value, theirs)  # type: ignore[no-untyped-call]
+                return same
             # Where no graph tells, a stage asks for all gradients, and matmul rounds by that.
             return theirs.requires_grad_(theirs.is_floating_point())
 
@@ -544,7 +545,9 @@ class _Inputs:
 
     @contextmanager
     def _hooked(self, visit: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
-        def called(module: nn.Module, arguments: tuple[object, ...], settings: dict[str, object]):
+        def called(
+            module: nn.Module, arguments: tuple[object, ...], settings: dict[str, object]
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
             first = any(module is start for start in self._starts)
             arguments = tuple(
                 visit(a, first or number > 0) if isinstance(a, Tensor) else a

@@ -18,7 +18,7 @@ import offbeat
 import oracles
 from helpers import OPTIMIZERS, assert_same_bits
 from offbeat import nest
-from offbeat.cutting import blocks
+from offbeat.cutting import blocks, doors
 from offbeat.engines.models import Models
 from offbeat.errors import OffbeatError
 from offbeat.methods import DDG, DSP, FeaturesReplay, PipeDream, PipeDream2BW, StaleWeights
@@ -270,7 +270,7 @@ def test_a_graph_from_before_a_change_is_not_stored(method: Any, what: Any) -> N
 
 def one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a stage are called as its first: short batches do not show it."""
-    right = blocks.read_calls
+    right = doors.read_calls
 
     def wrong(words: str, own: range) -> Any:
         calls, needed = right(words, own)
