@@ -77,6 +77,18 @@ def go_on(folder: Path, replicas: int) -> dict[str, Any]:
     return {"state": trainer.state_dict(), "step": start.step, "data": start.data}
 
 
+def go_on_until_all_are_back(folder: Path, replicas: int) -> dict[str, Any]:
+    """From an exact checkpoint that one replica is not in, until that has joined."""
+    trainer = build(replicas, when_replica_dies="go on")
+    batches = vector_batches(LAST, rows=12, dtype=torch.float32)
+    first = 0 if trainer.behind else trainer.resume(folder).step
+    for x, y in trainer.batches(batches[first:]):
+        trainer.step(x, y)
+        wait_for_return(trainer)
+    trainer.flush()
+    return {"state": trainer.state_dict(), "joined": trainer._engine.joined_at}
+
+
 def go_on_alone(folder: Path, replicas: int) -> dict[str, Tensor]:
     """The same in one process."""
     trainer = build(replicas)

@@ -44,6 +44,18 @@ def test_a_run_that_has_lost_a_replica_is_saved_and_goes_on_without_it(
     assert trainer.resume(tmp_path / "drained").step == jobs.LAST
 
 
+@pytest.mark.long
+def test_a_replica_that_was_gone_when_a_run_was_saved_joins_it_again(tmp_path: Path) -> None:
+    assert offbeat.launch(jobs.store, 3, tmp_path, 3, 1, False, timeout_s=200, go_on=True)
+    found = offbeat.launch(
+        jobs.go_on_until_all_are_back, 3, tmp_path / "exact", 3, timeout_s=200, go_on=True,
+        restart=1,
+    )  # fmt: skip
+    for result in found:
+        assert jobs.SAVED < result["joined"] < jobs.LAST
+        assert_same_bits(result["state"], found[0]["state"])
+
+
 @pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_run_that_has_got_a_replica_back_is_saved_by_all(dies: int, tmp_path: Path) -> None:
     """The same folder as before the death: the lock has other processes then, and is the run's."""

@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 import random
-import re
 import subprocess
 from collections.abc import Iterable
 from functools import partial
