@@ -318,7 +318,8 @@ class Run:
         numbers = range(self._number + 1)
         files = [self.folder / f"end-{number}.json" for number in numbers]
         ends = [json.loads(file.read_text()) for file in files if file.exists()]
-        last = ends[-1] if ends and ends[-1]["run"] == self._number else {"error": "no report"}
+        last: Row = {"error": "no report"}
+        last = ends[-1] if ends and ends[-1]["run"] == self._number else last
         told: list[Any] = last.get("results", [])
         results: list[Row] = [one for one in told if one is not None]
         merges: dict[tuple[int, ...], list[Row]] = defaultdict(list)
