@@ -317,9 +317,11 @@ class Run:
             whole["down_s"] = round(min(again, default=ended) - killed, 1)
         numbers = range(self._number + 1)
         files = [self.folder / f"end-{number}.json" for number in numbers]
-        ends: list[Row] = [json.loads(file.read_text()) for file in files if file.exists()]
-        last = ends[-1] if ends and ends[-1]["run"] == self._number else {"error": "no report"}
-        results: list[Row] = [one for one in last.get("results", []) if one is not None]
+        ends = [json.loads(file.read_text()) for file in files if file.exists()]
+        last: Row = {"error": "no report"}
+        last = ends[-1] if ends and ends[-1]["run"] == self._number else last
+        told: list[Any] = last.get("results", [])
+        results: list[Row] = [one for one in told if one is not None]
         merges: dict[tuple[int, ...], list[Row]] = defaultdict(list)
         for row in rows:
             if row["what"] == "merged" and row["at"][0] == 0:
