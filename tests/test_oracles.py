@@ -290,7 +290,7 @@ def test_pipedream_with_nadam_is_the_program_of_ajanthan_et_al(stages: int) -> N
     network, batches = mlp(), vector_batches(12)
     cuts = [2, 4, 6][: stages - 1]
     ends = [0, *cuts, len(network)]
-    parts = [nn.Sequential(*network[a:b]) for a, b in pairwise(ends)]
+    parts = [nn.Sequential(*list(network)[a:b]) for a, b in pairwise(ends)]
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.99, 0.999)}
 
     def nadam(params: Any) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ from offbeat.averaging import (
     NoLoCo,
     StreamingDiLoCo,
 )
+from offbeat.errors import ConfigurationError
 from offbeat.zoo import network
 from test_averaging import (
     Case,
@@ -139,6 +140,21 @@ def test_what_an_outer_optimizer_keeps_is_in_a_checkpoint(
     for batch in batches[resumed.resume(tmp_path).step :]:
         resumed.step(*batch)
     assert all(map(torch.equal, rows_now(resumed), rows_now(whole)))
+
+
+def test_a_checkpoint_goes_by_what_a_default_comes_to(tmp_path: Path) -> None:
+    """So one of a version with another default is refused, and says what to ask for."""
+    batches = batches_for(2, 6)
+    for policy, folder in (("keep", "older"), (None, "newer")):
+        trainer = trainer_with(DaSGD(4, 1, optimizer_state=policy), replicas=2)  # type: ignore[arg-type]
+        for batch in batches[:3]:
+            trainer.step(*batch)
+        trainer.save(tmp_path / folder, wait=True)
+    words = r"optimizer_state=keep.*, and this trainer has DaSGD\(.*optimizer_state=average"
+    with pytest.raises(ConfigurationError, match=words):
+        trainer_with(DaSGD(4, 1), replicas=2).resume(tmp_path / "older")
+    named = trainer_with(DaSGD(4, 1, optimizer_state="average"), replicas=2)
+    assert named.resume(tmp_path / "newer").step == 3
 
 
 # ------------------------------------------------------------------ memory

@@ -92,7 +92,8 @@ def test_local_sgd_is_torchs_averager(every: int, warmup: int) -> None:
         theirs, _ = offbeat.launch(
             peers.average_periodically, 2, "vectors", optimizer, every, warmup
         )
-        assert_same_bits(replicated("vectors", optimizer, averaging).state_dict(), theirs)
+        ours = replicated("vectors", optimizer, averaging)
+        assert_same_bits(ours.state_dict(of=0), theirs)  # not always on an average at the end
 
 
 @pytest.mark.parametrize("every", [2, 3])
@@ -100,7 +101,7 @@ def test_post_local_sgd_is_torchs_optimizer(every: int) -> None:
     for optimizer in OPTIMIZERS:
         theirs, _ = offbeat.launch(peers.post_local, 2, "vectors", optimizer, every, 2)
         ours = replicated("vectors", optimizer, PostLocalSGD(every, switch=2, offset=1))
-        assert_same_bits(ours.state_dict(), theirs)
+        assert_same_bits(ours.state_dict(of=0), theirs)
 
 
 # ------------------------------------------------------------------ torchft's files
