@@ -186,7 +186,7 @@ class StandIn(ModuleType):
         if verb.startswith("__"):
             raise AttributeError(verb)
 
-        def call(*given: Any, **named: Any) -> "StandIn":
+        def call(*given: Any, **named: Any) -> StandIn:
             self.calls.append((verb, given or named))
             return self
 

@@ -377,6 +377,25 @@ def test_pointing_at_a_curve_shows_its_values(browser: Browser, pages: Pages) ->
     assert shown == ["epoch", "1", "stale", "30", "bp", "30", "two", "30"]
 
 
+def test_the_second_half_leaves_the_first_out(browser: Browser, pages: Pages) -> None:
+    browser.open(pages.several)
+    dots = "document.querySelectorAll('[data-chart=test_accuracy] circle').length"
+    assert browser.js(dots) == 9  # three evaluations of three runs
+    browser.js("document.querySelector('[data-part=end]').click()")
+    assert browser.js(dots) == 6
+    front = "document.querySelectorAll('[data-chart=front] path.front').length"
+    assert browser.js(front) == 1
+
+
+def test_a_wide_table_says_that_it_scrolls_on_a_phone_alone(browser: Browser, pages: Pages) -> None:
+    cue = "getComputedStyle(document.querySelector('.side caption > span'), '::after').content"
+    for width, wanted in ((400, True), (1400, False)):
+        browser.open(pages.several, width=width)
+        browser.settle()
+        assert ("scroll" in browser.js(cue)) == wanted, width
+    assert browser.problems() == []
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_stands_out_from_the_page(browser: Browser, pages: Pages, dark: bool) -> None:
     """WCAG's contrast of at least 4.5, for text and for notes."""

@@ -93,7 +93,7 @@ class Comparison:
     def standing(self, case: Case) -> Standing:
         """Pairs of seeds where there are any: each seed counts once, however often it was run."""
         own = [
-            (run, gap) for run, gap in zip(self.facts, self.gaps, strict=True) if run in case.runs
+            (run, gap) for run, gap in zip(self.facts, self.gaps, strict=True) if run in case.scored
         ]
         if any(gap.base == "baseline" for _, gap in own):
             return Standing(case, [], paired=False, baseline=True)
@@ -167,7 +167,7 @@ class Comparison:
             *("run", "method", "seed", "lag per stage", "accuracy"),
             *(f"gap, {self._unit}", "test loss", "time per step", "rows/s", "end"),
         )
-        places = {id(run): case.place for case in self.cases for run in case.runs}
+        places = {id(run): case.place for case in self.cases for run in case.scored}
         body = [
             (
                 join([swatch(places[id(run)]), " ", run.label]),

@@ -23,7 +23,7 @@ _MOST_LAGS = 16
 
 def sizes(cases: Sequence[Case]) -> Markup:
     text = "Stale are the weights of stages that lag: their gradients were computed at older ones."
-    kinds = (("weights", "weights that are new"), ("flight", "stale"))
+    kinds = (("weights", "not stale"), ("flight", "stale"))
     key = tag("p", *(tag("span", tag("i", class_=f"box {k}"), w) for k, w in kinds), class_="key")
     return join([note(text), key, per_case(cases, _sizes, _stale_words)])
 
