@@ -356,7 +356,7 @@ def test_at_low_zoom_updates_do_not_paint_over_the_rest(browser: Browser, pages:
 def test_runs_can_be_hidden_and_curves_drawn_against_time(browser: Browser, pages: Pages) -> None:
     browser.open(pages.several)
     lines = "document.querySelectorAll('[data-chart=test_accuracy] path').length"
-    axis = "[...document.querySelectorAll('[data-chart=test_accuracy] text')].at(-1).textContent"
+    axis = "document.querySelector('[data-chart=test_accuracy] text.axis').textContent"
     assert (browser.js(lines), browser.js(axis)) == (3, "epoch")
     browser.js("document.querySelector('[data-run=\"1\"]').click()")
     browser.js("document.querySelector('[data-axis=time]').click()")

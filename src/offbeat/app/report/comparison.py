@@ -167,7 +167,7 @@ class Comparison:
             *("run", "method", "seed", "lag per stage", "accuracy"),
             *(f"gap, {self._unit}", "test loss", "time per step", "rows/s", "end"),
         )
-        places = {id(run): case.place for case in self.cases for run in case.scored}
+        places = {id(run): case.place for case in self.cases for run in case.runs}
         body = [
             (
                 join([swatch(places[id(run)]), " ", run.label]),
