@@ -36,7 +36,7 @@ def _sizes(run: Facts) -> Markup:
     if not run.sizes:
         return note("This run does not say how large its stages are: it goes on, or is older.")
     total = sum(parameters for parameters, _ in run.sizes) or 1.0
-    body = []
+    body: list[tuple[object, ...]] = []
     for stage, (parameters, layers) in enumerate(run.sizes):
         counts = run.lag_counts.get(stage, {})
         late = sum(times for lag, times in counts.items() if lag) / (sum(counts.values()) or 1)
