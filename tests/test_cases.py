@@ -108,6 +108,19 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path: Path) -> None:
     assert "one pair of seeds, which says little" in Seen(page([plain, late, late])).words
 
 
+def test_a_run_that_goes_on_does_not_count_beside_finished_ones(runs: list[Run]) -> None:
+    """Its score is that of its latest evaluation: it once made a loss of 3 points one of 10."""
+    late = runs[3]
+    (late.folder / SUMMARY).unlink()
+    lines = (late.folder / METRICS).read_text().splitlines()
+    (late.folder / METRICS).write_text("\n".join(lines[:25]) + "\n")
+    facts = facts_of([*runs[:3], Run.load(late.folder), *runs[4:]])
+    standing = Comparison(facts, cases := cases_of(facts)).standing(cases[1])
+    assert standing.gaps == pytest.approx([-0.04, -0.04])
+    said = Seen(page([run.run for run in facts])).words
+    assert "ends 4.0 points below it (two pairs of seeds, which say little)." in said
+
+
 def test_means_of_different_seeds_have_no_interval(tmp_path: Path) -> None:
     plain = [seeded(tmp_path, "synchronous", s, 0.95) for s in (0, 1)]
     late = [seeded(tmp_path, "adl", s, 0.9) for s in (2, 3)]

@@ -200,11 +200,14 @@ def test_a_logger_that_cannot_be_used_is_answered_before_training(
 def test_the_live_view_says_what_takes_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
-    states = []
+    states: list[str] = []
     before = Screen.now
-    monkeypatch.setattr(
-        Screen, "now", lambda self, what: (states.append(what), before(self, what))[1]
-    )
+
+    def now(self: Screen, what: str) -> None:
+        states.append(what)
+        before(self, what)
+
+    monkeypatch.setattr(Screen, "now", now)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     out, _ = said(capsys, "train", *SHORT, "--out", str(tmp_path / "run"))

@@ -356,7 +356,7 @@ def test_at_low_zoom_updates_do_not_paint_over_the_rest(browser: Browser, pages:
 def test_runs_can_be_hidden_and_curves_drawn_against_time(browser: Browser, pages: Pages) -> None:
     browser.open(pages.several)
     lines = "document.querySelectorAll('[data-chart=test_accuracy] path').length"
-    axis = "[...document.querySelectorAll('[data-chart=test_accuracy] text')].at(-1).textContent"
+    axis = "document.querySelector('[data-chart=test_accuracy] text.axis').textContent"
     assert (browser.js(lines), browser.js(axis)) == (3, "epoch")
     browser.js("document.querySelector('[data-run=\"1\"]').click()")
     browser.js("document.querySelector('[data-axis=time]').click()")
@@ -375,6 +375,25 @@ def test_pointing_at_a_curve_shows_its_values(browser: Browser, pages: Pages) ->
     browser.settle()
     shown = browser.text("[data-chart=test_accuracy] .tip").split()
     assert shown == ["epoch", "1", "stale", "30", "bp", "30", "two", "30"]
+
+
+def test_the_second_half_leaves_the_first_out(browser: Browser, pages: Pages) -> None:
+    browser.open(pages.several)
+    dots = "document.querySelectorAll('[data-chart=test_accuracy] circle').length"
+    assert browser.js(dots) == 9  # three evaluations of three runs
+    browser.js("document.querySelector('[data-part=end]').click()")
+    assert browser.js(dots) == 6
+    front = "document.querySelectorAll('[data-chart=front] path.front').length"
+    assert browser.js(front) == 1
+
+
+def test_a_wide_table_says_that_it_scrolls_on_a_phone_alone(browser: Browser, pages: Pages) -> None:
+    cue = "getComputedStyle(document.querySelector('.side caption > span'), '::after').content"
+    for width, wanted in ((400, True), (1400, False)):
+        browser.open(pages.several, width=width)
+        browser.settle()
+        assert ("scroll" in browser.js(cue)) == wanted, width
+    assert browser.problems() == []
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -57,20 +57,10 @@ def _run(
 ) -> dict[str, Any]:
     # Before there is a trainer only the launcher knows which process this is.
     shown = watchers() if os.environ.get("RANK", "0") == "0" else []
-
-    def now(what: str) -> None:
-        for watcher in shown:
-            watcher.now(what)
-
+    now = partial(_tell, shown)
     now(f"loading {experiment.data.name}")
     data = data_of(experiment)
-    loader = data.loader(
-        experiment.batch_size,
-        seed=experiment.seed,
-        device=device_of(experiment.device),
-        augment=experiment.augment,
-        drop_last=experiment.drop_last,
-    )
+    loader = _loader_of(experiment, data)
     with show_on(sys.stdout):
         trainer = build(experiment, data, len(loader))
     check_batches(experiment, data, trainer)
@@ -116,6 +106,21 @@ def _run(
         stamps = {each.path.name: each.stamp for each in candidates(folder / CHECKPOINTS)}
         writer.finish(outcome, end, summary, ledger.certificate() | {"checkpoints": stamps})
     return summary
+
+
+def _tell(watchers: Sequence[Watcher], what: str) -> None:
+    for watcher in watchers:
+        watcher.now(what)
+
+
+def _loader_of(experiment: Experiment, data: Data) -> Loader:
+    return data.loader(
+        experiment.batch_size,
+        seed=experiment.seed,
+        device=device_of(experiment.device),
+        augment=experiment.augment,
+        drop_last=experiment.drop_last,
+    )
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def _carry_out(
     from rich.console import Console
 
     from offbeat.app.cli.live import Lines, Screen
-    from offbeat.app.loggers import Logging, TensorBoard, logger_named
+    from offbeat.app.loggers import Logger, Logging, TensorBoard, logger_named
     from offbeat.app.progress import Watcher
     from offbeat.app.training import run_experiment
 
@@ -170,7 +170,7 @@ def _carry_out(
     def watchers() -> list[Watcher]:
         shown: Watcher = Screen(console) if console.is_terminal else Lines(console)
         # Made before the first step: what is missing is said at once.
-        made = [TensorBoard(folder)] if tensorboard else []
+        made: list[Logger] = [TensorBoard(folder)] if tensorboard else []
         made += [logger_named(text) for text in loggers]
         return [shown, *(Logging(each, experiment) for each in made)]
 

@@ -30,12 +30,18 @@ class Case:
         return self.runs[0]
 
     @cached_property
+    def scored(self) -> list[Facts]:
+        """Those whose scores count: the finished ones, where there are any."""
+        finished = [run for run in self.runs if run.status == "finished"]
+        return finished or list(self.runs)
+
+    @cached_property
     def accuracies(self) -> list[float]:
-        return [run.accuracy for run in self.runs if run.accuracy is not None]
+        return [run.accuracy for run in self.scored if run.accuracy is not None]
 
     @cached_property
     def losses(self) -> list[float]:
-        return [run.loss for run in self.runs if run.loss is not None]
+        return [run.loss for run in self.scored if run.loss is not None]
 
     @cached_property
     def step_s(self) -> float | None:

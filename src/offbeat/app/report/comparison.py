@@ -93,7 +93,7 @@ class Comparison:
     def standing(self, case: Case) -> Standing:
         """Pairs of seeds where there are any: each seed counts once, however often it was run."""
         own = [
-            (run, gap) for run, gap in zip(self.facts, self.gaps, strict=True) if run in case.runs
+            (run, gap) for run, gap in zip(self.facts, self.gaps, strict=True) if run in case.scored
         ]
         if any(gap.base == "baseline" for _, gap in own):
             return Standing(case, [], paired=False, baseline=True)

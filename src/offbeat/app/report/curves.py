@@ -131,7 +131,7 @@ def columns_of(case: Case) -> dict[str, object]:
 def front_of(cases: Sequence[Case]) -> dict[str, str] | None:
     """Of which curve the page's script draws the front; it knows which runs are hidden."""
     front = Front.of(cases)
-    return front and {"key": "test_accuracy" if front.by_accuracy else "test_loss"}
+    return None if front is None else {"key": "test_accuracy" if front.by_accuracy else "test_loss"}
 
 
 def _columns(case: Case, key: str, scale: float) -> dict[str, list[float | None]]:

@@ -1,6 +1,6 @@
 """Who sets the pace: what a batch costs each stage, the straggler among them, and its price."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -21,7 +21,7 @@ class Pace:
     work: dict[tuple[int, int], float]
 
     @classmethod
-    def of(cls, entries: Sequence[Entry] | None) -> "Pace | None":
+    def of(cls, entries: Iterable[Entry] | None) -> "Pace | None":
         """From a ledger; None where there are not two updates of every stage."""
         times: dict[tuple[int, int], dict[str, list[float]]] = {}
         for e in entries or ():

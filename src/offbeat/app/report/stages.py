@@ -23,7 +23,7 @@ _MOST_LAGS = 16
 
 def sizes(cases: Sequence[Case]) -> Markup:
     text = "Stale are the weights of stages that lag: their gradients were computed at older ones."
-    kinds = (("weights", "weights that are new"), ("flight", "stale"))
+    kinds = (("weights", "not stale"), ("flight", "stale"))
     key = tag("p", *(tag("span", tag("i", class_=f"box {k}"), w) for k, w in kinds), class_="key")
     return join([note(text), key, per_case(cases, _sizes, _stale_words)])
 
@@ -36,7 +36,7 @@ def _sizes(run: Facts) -> Markup:
     if not run.sizes:
         return note("This run does not say how large its stages are: it goes on, or is older.")
     total = sum(parameters for parameters, _ in run.sizes) or 1.0
-    body = []
+    body: list[tuple[object, ...]] = []
     for stage, (parameters, layers) in enumerate(run.sizes):
         counts = run.lag_counts.get(stage, {})
         late = sum(times for lag, times in counts.items() if lag) / (sum(counts.values()) or 1)

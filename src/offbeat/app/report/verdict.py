@@ -127,6 +127,8 @@ def _against_plain(standing: Standing, mean: float, by_accuracy: bool) -> Senten
     side = "above" if mean > 0 else "below"
     size = f"{abs(factor * mean):.{digits}f}"
     text = f"{name} ends {size} {unit} {side} it" if float(size) else f"{name} ends level with it"
+    if len(standing.gaps) == 2 and half is not None:
+        return "plain", f"{text} (two pairs of seeds, which say little)."
     if half is None:
         why = "one pair of seeds" if standing.paired else "no pairs of the same seed"
         return "plain", f"{text} ({why}, which says little)."

@@ -206,6 +206,8 @@ class Chart {
     if (!f.labels) return;
     const ends = shown
       .map(({ points }) => points[points.length - 1])
+      // The value of a line that ends earlier would stand on those that go on.
+      .filter(({ x }) => f.x(x) > f.right - 24)
       .map(({ x, y }) => ({ px: f.x(x) + 6, py: f.y(y) + 4, text: short(y) }))
       .sort((a, b) => a.py - b.py);
     let last = -Infinity;
