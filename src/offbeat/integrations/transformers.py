@@ -85,7 +85,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         args.distributed_state = State(own, self._rows)
         self.pipeline: Pipeline | None = None
         """The trainer of the stages; there is one from the beginning of :meth:`train` on."""
-        self._predict: Any = None
+        self.forward_in_stages: Any = None
+        """While something is evaluated: from the model's arguments to its output."""
         self._parts: list[tuple[dict[str, Any], Any]] = []
         self._updates = self._due = 0
         """Since the last line of the log: updates begun, and losses that have come."""
@@ -299,13 +300,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 if self.pipeline is None:
                     yield
                 else:
-                    with self.pipeline.predictor() as self._predict:
+                    with self.pipeline.predictor() as self.forward_in_stages:
                         yield
             finally:
-                state.num_processes, self._predict = count, None
+                state.num_processes, self.forward_in_stages = count, None
 
     def evaluate(self, *arguments: Any, **settings: Any) -> Any:
-        if self._predict is not None:  # of several sets one after the other
+        if self.forward_in_stages is not None:  # of several sets one after the other
             return super().evaluate(*arguments, **settings)
         with self._evaluating():
             return super().evaluate(*arguments, **settings)
@@ -408,8 +409,8 @@ class _Pipelined(StandIn):
 
     def forward(self, inputs: dict[str, Nest]) -> Any:
         trainer = self._trainer
-        if trainer._predict is not None:
-            output = trainer._predict(inputs)
+        if trainer.forward_in_stages is not None:
+            output = trainer.forward_in_stages(inputs)
         else:
             bf16, device = trainer.args.bf16, trainer.args.device.type
             with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
