@@ -213,6 +213,24 @@ def test_rows_go_to_replicas(tmp_path: Path) -> None:
             assert all(torch.equal(story["weights"][name], names[name]) for name in names)
 
 
+def test_training_twice_goes_on_with_new_optimizers(tmp_path: Path) -> None:
+    trainer = trainer_of(gpt(), str(tmp_path), {"stages": 2}, max_steps=3, optim="sgd")
+    first, second = (story_of(trainer)["weights"] for _ in range(2))
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+    again = gpt()
+    again.load_state_dict(first)
+    assert same_weights(
+        story_of(trainer_of(again, str(tmp_path), {"stages": 2}, max_steps=3, optim="sgd"))[
+            "weights"
+        ],
+        second,
+    )
+
+
+def same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 class Custom(Trainer):  # type: ignore[misc]
     def training_step(self, *arguments: Any, **settings: Any) -> Any:
         return super().training_step(*arguments, **settings)

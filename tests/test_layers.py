@@ -93,7 +93,6 @@ _BUFFERS = "torch has no public name for the dict that a forward assigns buffers
 _VERSION = "torch has no public name for the counter of writes in place"
 _SAVED = "torch has no public name for what a loss has taken its mean over"
 _HOOKS = "a stand-in of an optimizer that shares its attributes must not share its hooks"
-_STEPS = "torch's schedulers ask whether a step was called, and take a wrapped one for none"
 PRIVATES: dict[str, str] = {
     "averaging/moments.py: like._optimizer_step_post_hooks": _HOOKS,
     "averaging/moments.py: like._optimizer_step_pre_hooks": _HOOKS,
@@ -102,8 +101,6 @@ PRIVATES: dict[str, str] = {
     "engines/means.py: mean._saved_target": _SAVED,
     "engines/means.py: mean._saved_total_weight": _SAVED,
     "engines/means.py: node._saved_reduction": _SAVED,
-    "integrations/recipes.py: counted._wrapped_by_lr_sched": _STEPS,
-    "integrations/recipes.py: optimizer._opt_called": _STEPS,
     "stages/buffers.py: module._buffers": _BUFFERS,
     "stages/buffers.py: buffer._version": _VERSION,
     "stages/network.py: tensor._version": _VERSION,

@@ -7,7 +7,7 @@ of them is where stages do not wait for each other. See docs/hugging-face.md.
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
@@ -21,9 +21,9 @@ from offbeat.integrations.batches import parts_of
 from offbeat.integrations.recipes import (
     check_optimizer,
     check_scheduler,
-    count_steps,
     optimizers_like,
     schedulers_like,
+    take_weights,
 )
 from offbeat.integrations.refusals import (
     check_arguments,
@@ -92,6 +92,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Since the last line of the log: updates begun, and losses that have come."""
         self._late: list[Tensor] = []
         """Losses that a drain has brought, for the next line."""
+        self._give_back: Callable[[], None] | None = None
         self._is_whole = True
         self._resumed_from: Path | None = None
         super().__init__(model, args, *others, **settings)
@@ -133,7 +134,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Makes the trainer of the stages from what theirs has made of the arguments."""
         check_optimizer(self.optimizer)
         check_scheduler(self.lr_scheduler)
-        count_steps(self.optimizer, lambda: None)  # stages have stepped already
         settings = {"seed": self.args.seed, **self._settings, "method": self._method}
         stored = self._facts(self._resumed_from)
         cuts = stored.get("cuts")
@@ -141,12 +141,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             settings["cuts"] = cuts  # of the first batch of all, not of the next one
         if self.args.max_grad_norm and self.args.max_grad_norm > 0:
             settings["clip"] = self.args.max_grad_norm
+        make_optimizer = optimizers_like(self.optimizer, self.model)
+        self._give_back = take_weights(self.optimizer)  # stages step their own
         self.model.train()
         self.pipeline = Pipeline(
             self.model,
             loss=self._loss,
             weight="sum",
-            optimizer=optimizers_like(self.optimizer, self.model),
+            optimizer=make_optimizer,
             scheduler=schedulers_like(self.lr_scheduler, self.optimizer),
             autocast=torch.bfloat16 if self.args.bf16 else None,
             **settings,
@@ -168,6 +170,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "a search over hyperparameters changes the model under the stages: start a run per"
                 " trial."
             )
+        if self._give_back is not None:  # this is not the first time
+            self._give_back()
         self.pipeline = None
         resume_from_checkpoint = finished(resume_from_checkpoint, self.args.output_dir)
         try:
