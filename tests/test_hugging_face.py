@@ -231,12 +231,12 @@ def same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-class Custom(Trainer):  # type: ignore[misc]
+class Custom(Trainer):
     def training_step(self, *arguments: Any, **settings: Any) -> Any:
         return super().training_step(*arguments, **settings)
 
 
-class Weighted(Trainer):  # type: ignore[misc]
+class Weighted(Trainer):
     """A loss of one's own, as in their documentation."""
 
     def compute_loss(

@@ -69,7 +69,7 @@ def schedulers_like(whole: LRScheduler, optimizer: Optimizer) -> Callable[[Optim
 
 
 def take_weights(optimizer: Optimizer) -> Callable[[], None]:
-    """Leaves it groups, rates and schedule, to be shown, and nothing to step; gives the way back."""
+    """Leaves it groups, rates and schedule, to be shown; returns what gives the weights back."""
     held = [group["params"] for group in optimizer.param_groups]
 
     def give_back() -> None:
