@@ -177,6 +177,14 @@ def test_the_folder_loads_and_the_model_generates(tmp_path: Path, build: Any) ->
     assert torch.equal(loaded.eval().generate(input_ids=prompt, **how), written)
 
 
+def test_two_processes_tell_the_same_story(tmp_path: Path) -> None:
+    how, more = {"stages": 3, "method": "pipedream"}, {"max_steps": 5, "eval_strategy": "epoch"}
+    alone = run(str(tmp_path), how, adapted, **more)
+    job = partial(run, str(tmp_path), how, adapted, **more)
+    assert all(same(alone, story) for story in offbeat.launch(job, 2))
+
+
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_processes_tell_the_same_story(tmp_path: Path) -> None:
     how: dict[str, Any] = {"stages": 3, "method": "pipedream"}
@@ -198,6 +206,7 @@ def test_processes_tell_the_same_story(tmp_path: Path) -> None:
         assert same(alone, story)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_rows_go_to_replicas(tmp_path: Path) -> None:
     """Steps, schedules and rows count replicas, whether they are processes or not."""
