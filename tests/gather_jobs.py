@@ -232,7 +232,7 @@ def pretrained_of(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
     ids = torch.randint(32, (4, 8, 9))
     batches = [({"input_ids": one[:, :-1]}, one[:, 1:]) for one in ids]
     how = {"cuts": ["transformer.h.2"], "loss": loss_of_tokens}
-    return transformers.GPT2LMHeadModel(config), batches, how  # type: ignore[no-untyped-call]
+    return transformers.GPT2LMHeadModel(config), batches, how
 
 
 def loss_of_tokens(output: Any, y: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def trainer_of(model: nn.Module, **settings: Any) -> offbeat.Trainer:
 
 
 def accuracy(output: Any, labels: Tensor) -> Tensor:
-    return (output["logits"].argmax(-1) == labels).float().mean()
+    hits: Tensor = output["logits"].argmax(-1) == labels
+    return hits.float().mean()
 
 
 def train_and_look(**settings: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +192,18 @@ def test_a_loss_that_is_a_sum_is_added_over_parts() -> None:
         results.append([*losses, trainer.evaluate(batches).loss])
     assert results[0] == pytest.approx(results[1], rel=1e-12)
     assert results[0][0] > 6 * results[0][3] * 0.9  # a sum over six rows, and a mean
+
+
+def test_a_model_that_says_which_list_is_its_pipeline_is_asked_first() -> None:
+    """What it says is where to look; whether the stages are right is compared all the same."""
+    from offbeat.cutting.blocks import BlocksCut
+    from offbeat.cutting.cut import Wish
+
+    model: Any = speaker()
+    model.extras = nn.ModuleList(nn.Identity() for _ in range(9))
+    assert getattr(BlocksCut.plan(Wish(model, stages=2)), "path", None) == "extras"  # the longest
+    model.config = SimpleNamespace(base_model_pp_plan={"blocks": (["hidden"], ["hidden"])})
+    assert getattr(BlocksCut.plan(Wish(model, stages=2)), "path", None) == "blocks"
+    trainer = trainer_of(model)
+    trainer.step(encodings(1)[0])
+    assert isinstance((trainer.cuts or ("",))[0], int)

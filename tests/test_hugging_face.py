@@ -177,6 +177,14 @@ def test_the_folder_loads_and_the_model_generates(tmp_path: Path, build: Any) ->
     assert torch.equal(loaded.eval().generate(input_ids=prompt, **how), written)
 
 
+def test_two_processes_tell_the_same_story(tmp_path: Path) -> None:
+    how, more = {"stages": 3, "method": "pipedream"}, {"max_steps": 5, "eval_strategy": "epoch"}
+    alone = run(str(tmp_path), how, adapted, **more)
+    job = partial(run, str(tmp_path), how, adapted, **more)
+    assert all(same(alone, story) for story in offbeat.launch(job, 2))
+
+
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_processes_tell_the_same_story(tmp_path: Path) -> None:
     how: dict[str, Any] = {"stages": 3, "method": "pipedream"}
@@ -198,6 +206,7 @@ def test_processes_tell_the_same_story(tmp_path: Path) -> None:
         assert same(alone, story)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_rows_go_to_replicas(tmp_path: Path) -> None:
     """Steps, schedules and rows count replicas, whether they are processes or not."""
@@ -213,12 +222,30 @@ def test_rows_go_to_replicas(tmp_path: Path) -> None:
             assert all(torch.equal(story["weights"][name], names[name]) for name in names)
 
 
-class Custom(Trainer):  # type: ignore[misc]
+def test_training_twice_goes_on_with_new_optimizers(tmp_path: Path) -> None:
+    trainer = trainer_of(gpt(), str(tmp_path), {"stages": 2}, max_steps=3, optim="sgd")
+    first, second = (story_of(trainer)["weights"] for _ in range(2))
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+    again = gpt()
+    again.load_state_dict(first)
+    assert same_weights(
+        story_of(trainer_of(again, str(tmp_path), {"stages": 2}, max_steps=3, optim="sgd"))[
+            "weights"
+        ],
+        second,
+    )
+
+
+def same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Custom(Trainer):
     def training_step(self, *arguments: Any, **settings: Any) -> Any:
         return super().training_step(*arguments, **settings)
 
 
-class Weighted(Trainer):  # type: ignore[misc]
+class Weighted(Trainer):
     """A loss of one's own, as in their documentation."""
 
     def compute_loss(

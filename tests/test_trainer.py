@@ -487,7 +487,7 @@ def test_an_asynchronous_method_without_stages_is_pointed_out() -> None:
 def test_one_batch_is_not_a_loader() -> None:
     x, y = vector_batches(1)[0]
     with pytest.raises(BatchError, match=r"give \[\(x, y\)\]"):
-        trainer_for(mlp()).evaluate((x, y))  # type: ignore[arg-type]
+        trainer_for(mlp()).evaluate((x, y))
 
 
 def test_losses_owed_at_a_change_of_phase_come_with_the_next_flush() -> None:

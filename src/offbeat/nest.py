@@ -82,9 +82,9 @@ def plain(nest: Nest) -> Nest:
         same = isinstance(nest, dict) and all(values[key] is nest[key] for key in values)
         return nest if same else values
     if type(nest) in (tuple, list):
-        values = [plain(part) for part in nest]
-        same = all(one is other for one, other in zip(values, nest, strict=True))
-        return nest if same else type(nest)(values)
+        parts = [plain(part) for part in nest]
+        same = all(one is other for one, other in zip(parts, nest, strict=True))
+        return nest if same else type(nest)(parts)
     return nest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from offbeat.errors import ConfigurationError
 
@@ -59,17 +59,23 @@ def schedulers_like(whole: LRScheduler, optimizer: Optimizer) -> Callable[[Optim
     """Copies of a scheduler that step the optimizer of a stage, not the whole model's."""
 
     def make(own: Optimizer) -> LRScheduler:
-        count_steps(own, lambda: type(own).step(own))
+        rates = [group["lr"] for group in own.param_groups]
+        LambdaLR(own, lambda _: 1.0)  # from here on its steps are counted, which schedulers ask for
+        for group, rate in zip(own.param_groups, rates, strict=True):
+            group["lr"] = rate
         return deepcopy(whole, {id(optimizer): own})
 
     return make
 
 
-def count_steps(optimizer: Any, step: Callable[[], Any]) -> None:
-    """Gives an optimizer a ``step`` that schedulers know to be called, as they ask for."""
+def take_weights(optimizer: Optimizer) -> Callable[[], None]:
+    """Leaves it groups, rates and schedule, to be shown; returns what gives the weights back."""
+    held = [group["params"] for group in optimizer.param_groups]
 
-    def counted(*_: Any, **__: Any) -> Any:
-        return step()
+    def give_back() -> None:
+        for group, own in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = own
 
-    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step, optimizer._opt_called = counted, True
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return give_back

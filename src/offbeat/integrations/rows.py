@@ -60,7 +60,7 @@ class State:
         return getattr(self._own, name)
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Their accelerator where neither model nor gradients are its business."""
 
     rows: Rows

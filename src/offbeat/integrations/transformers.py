@@ -7,7 +7,7 @@ of them is where stages do not wait for each other. See docs/hugging-face.md.
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
@@ -21,9 +21,9 @@ from offbeat.integrations.batches import parts_of
 from offbeat.integrations.recipes import (
     check_optimizer,
     check_scheduler,
-    count_steps,
     optimizers_like,
     schedulers_like,
+    take_weights,
 )
 from offbeat.integrations.refusals import (
     check_arguments,
@@ -85,12 +85,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         args.distributed_state = State(own, self._rows)
         self.pipeline: Pipeline | None = None
         """The trainer of the stages; there is one from the beginning of :meth:`train` on."""
-        self._predict: Any = None
+        self.forward_in_stages: Any = None
+        """While something is evaluated: from the model's arguments to its output."""
         self._parts: list[tuple[dict[str, Any], Any]] = []
         self._updates = self._due = 0
         """Since the last line of the log: updates begun, and losses that have come."""
         self._late: list[Tensor] = []
         """Losses that a drain has brought, for the next line."""
+        self._give_back: Callable[[], None] | None = None
         self._is_whole = True
         self._resumed_from: Path | None = None
         super().__init__(model, args, *others, **settings)
@@ -132,7 +134,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Makes the trainer of the stages from what theirs has made of the arguments."""
         check_optimizer(self.optimizer)
         check_scheduler(self.lr_scheduler)
-        count_steps(self.optimizer, lambda: None)  # stages have stepped already
         settings = {"seed": self.args.seed, **self._settings, "method": self._method}
         stored = self._facts(self._resumed_from)
         cuts = stored.get("cuts")
@@ -140,12 +141,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             settings["cuts"] = cuts  # of the first batch of all, not of the next one
         if self.args.max_grad_norm and self.args.max_grad_norm > 0:
             settings["clip"] = self.args.max_grad_norm
+        make_optimizer = optimizers_like(self.optimizer, self.model)
+        self._give_back = take_weights(self.optimizer)  # stages step their own
         self.model.train()
         self.pipeline = Pipeline(
             self.model,
             loss=self._loss,
             weight="sum",
-            optimizer=optimizers_like(self.optimizer, self.model),
+            optimizer=make_optimizer,
             scheduler=schedulers_like(self.lr_scheduler, self.optimizer),
             autocast=torch.bfloat16 if self.args.bf16 else None,
             **settings,
@@ -167,6 +170,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "a search over hyperparameters changes the model under the stages: start a run per"
                 " trial."
             )
+        if self._give_back is not None:  # this is not the first time
+            self._give_back()
         self.pipeline = None
         resume_from_checkpoint = finished(resume_from_checkpoint, self.args.output_dir)
         try:
@@ -299,13 +304,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 if self.pipeline is None:
                     yield
                 else:
-                    with self.pipeline.predictor() as self._predict:
+                    with self.pipeline.predictor() as self.forward_in_stages:
                         yield
             finally:
-                state.num_processes, self._predict = count, None
+                state.num_processes, self.forward_in_stages = count, None
 
     def evaluate(self, *arguments: Any, **settings: Any) -> Any:
-        if self._predict is not None:  # of several sets one after the other
+        if self.forward_in_stages is not None:  # of several sets one after the other
             return super().evaluate(*arguments, **settings)
         with self._evaluating():
             return super().evaluate(*arguments, **settings)
@@ -408,8 +413,8 @@ class _Pipelined(StandIn):
 
     def forward(self, inputs: dict[str, Nest]) -> Any:
         trainer = self._trainer
-        if trainer._predict is not None:
-            output = trainer._predict(inputs)
+        if trainer.forward_in_stages is not None:
+            output = trainer.forward_in_stages(inputs)
         else:
             bf16, device = trainer.args.bf16, trainer.args.device.type
             with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
