@@ -128,7 +128,9 @@ def open_weights(path: str | PathLike[str]) -> Mapping[str, Any]:
                     raise ValueError(file)
                 files.setdefault(path / file, []).append(name)
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise CheckpointError(f"{index} is no index of safetensors, or it is damaged.") from None
+            raise CheckpointError(
+                f"{index} is no index of safetensors, or it is damaged."
+            ) from None
         return Shelf(files)
     if path.is_dir() and not single.is_file():
         raise CheckpointError(

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from offbeat.errors import ConfigurationError
 from offbeat.rng import seeded
 
-_PRIVATE = (
-    {"flags": mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE} if sys.platform != "win32" else {}
-)
+_PRIVATE = {"flags": mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE} if sys.platform != "win32" else {}
 _STEPS = (7, 1, 3, 2, 5)
 """How far apart neighbours along each dimension lie in the few numbers of a light weight."""
 
@@ -51,10 +49,14 @@ class Absent:
             layout = self._layouts[id(tensor)] = tensor, tensor.shape, tensor.stride()
             tensor.data = _nothing(tensor, *layout[1:])
 
-    def give(self, tensor: Tensor, value: Tensor) -> None:
-        """Gives it memory with these values."""
+    def give(self, tensor: Tensor, value: Tensor, *, keep: bool = False) -> None:
+        """Gives it memory with these values; ``keep``: their own, which nobody else has."""
         room = self.room(tensor)
-        room.copy_(value)
+        same = room.dtype == value.dtype and room.device == value.device
+        if keep and same and room.stride() == value.stride():
+            room = value
+        else:
+            room.copy_(value)
         self._layouts.pop(id(tensor), None)
         self.unread.pop(id(tensor), None)
         tensor.data = room
@@ -99,7 +101,9 @@ def _nothing(tensor: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tens
     if size * tensor.itemsize < mmap.PAGESIZE:
         return torch.zeros(size, dtype=tensor.dtype).as_strided(shape, stride)
     # The system gives pages to who writes them.
-    untouched = torch.frombuffer(mmap.mmap(-1, size * tensor.itemsize, **_PRIVATE), dtype=tensor.dtype)
+    untouched = torch.frombuffer(
+        mmap.mmap(-1, size * tensor.itemsize, **_PRIVATE), dtype=tensor.dtype
+    )
     return untouched.as_strided(shape, stride)
 
 

@@ -95,9 +95,7 @@ class BlocksCut(Cut):
 
     def otherwise(self) -> TracedCut:
         paths = self.places and tuple(f"{self.path}.{place}" for place in self.places)
-        return TracedCut(
-            model=self.model, stages=self.stages, places=paths, absent=self.absent
-        )
+        return TracedCut(model=self.model, stages=self.stages, places=paths, absent=self.absent)
 
     def follow(self, changes: Sequence[Change]) -> None:
         for stage in self.modules:

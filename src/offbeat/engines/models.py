@@ -136,8 +136,11 @@ class Models:
             for model in self:
                 names = _names_of(model)
                 for tensor in (t for t in _tensors_of(model) if id(t) not in others):
-                    if found := [name for name in names.get(id(tensor), ()) if name in self._source]:
-                        self._absent.give(tensor, self._source[found[0]])
+                    if found := [
+                        name for name in names.get(id(tensor), ()) if name in self._source
+                    ]:
+                        value = self._source[found[0]]
+                        self._absent.give(tensor, value, keep=isinstance(self._source, Shapes))
         self._source = None
 
     def make_room(self) -> None:
