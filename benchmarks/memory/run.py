@@ -146,12 +146,11 @@ def main() -> None:
             rows += found
             arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
             for row in found:
-                held = row["after"]["peak"] - row["before"]["rss"]
+                held = row["saved"]["peak"] - row["before"]["rss"]
                 counted_bytes = sum(row["account"].values())
                 print(
                     f"{method}, rank {row['rank']}: {held / MIB:.0f} MiB at most, counted"
-                    f" {counted_bytes / MIB:.0f}, {held / counted_bytes:.3f};"
-                    f" saved {row['saved']['peak'] / MIB:.0f} MiB; {row['account']}"
+                    f" {counted_bytes / MIB:.0f}, {held / counted_bytes:.3f}"
                 )
 
 

@@ -64,7 +64,7 @@ class Shelf(Mapping[str, Any]):
         self._others: dict[str, Any] = {}
         """What is no plain tensor."""
         for path, names in files.items():
-            header, words, begin = self._headers[path] = _header_of(path)
+            header, words, _ = self._headers[path] = _header_of(path)
             if _VALUES in words:
                 self._others |= tensorfile.from_bytes(b64decode(words[_VALUES]))
             found = [*header, *(name for name, first in words.items() if first in header)]

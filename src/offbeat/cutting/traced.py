@@ -91,7 +91,8 @@ class TracedCut(Cut):
                         f" calls {len(costs)} modules once: give fewer stages, or a list of modules,"
                         " one per stage."
                     )
-                paths = [[*costs][place] for place in cut_by_costs([*costs.values()], self.stages)]
+                places = cut_by_costs([*costs.values()], self.stages)
+                paths = [[*costs][place] for place in places]
             from offbeat.cutting.records import RecordedStage, Records  # takes a second to import
 
             records = Records(model, paths)

@@ -332,13 +332,14 @@ def _leaves_values_alone(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _GATHER = (
-    "a weight or buffer was read that belongs to stage {stage}, which another process trains: it has"
-    " no values here. Call trainer.gather() in all processes; then the model is whole until the next"
-    " step. trainer.state_dict() has all weights, too."
+    "a weight or buffer was read that belongs to stage {stage}, which another process trains: it"
+    " has no values here. Call trainer.gather() in all processes; then the model is whole until the"
+    " next step. trainer.state_dict() has all weights, too."
 )
 _SPREAD = (
-    "a weight or buffer was read that belongs to stage {stage}, which another process trains, and no"
-    " process has all of a model that was built on meta. trainer.save_pretrained(folder) writes it."
+    "a weight or buffer was read that belongs to stage {stage}, which another process trains, and"
+    " no process has all of a model that was built on meta. trainer.save_pretrained(folder) writes"
+    " it."
 )
 _UNREAD = (
     "a weight or buffer was read of a model that was built on meta and has no values yet: each"
