@@ -89,8 +89,8 @@ class Absent:
                 tensor.data = _random_like(tensor, number, self.room(tensor) if dense else None)
             yield
         finally:
-            for tensor, *layout in list(self._layouts.values()):
-                tensor.data = _nothing(tensor, *layout)
+            for tensor, shape, stride in list(self._layouts.values()):
+                tensor.data = _nothing(tensor, shape, stride)
 
 
 def _nothing(tensor: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:

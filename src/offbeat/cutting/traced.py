@@ -88,8 +88,8 @@ class TracedCut(Cut):
                 if self.stages > len(costs):
                     raise ConfigurationError(
                         f"{self.stages} stages, but one forward of this {type(model).__name__}"
-                        f" calls {len(costs)} modules once: give fewer stages, or a list of modules,"
-                        " one per stage."
+                        f" calls {len(costs)} modules once: give fewer stages, or a list of"
+                        " modules, one per stage."
                     )
                 places = cut_by_costs([*costs.values()], self.stages)
                 paths = [[*costs][place] for place in places]
