@@ -90,7 +90,7 @@ class Shelf(Mapping[str, Any]):
         flat = torch.empty(end - first, dtype=torch.uint8)
         with path.open("rb") as file:
             file.seek(begin + first)
-            if end > first and file.readinto(memoryview(flat.numpy())) != end - first:
+            if end > first and file.readinto(flat.numpy().data) != end - first:
                 raise CheckpointError(f"{path} ends before {name!r} does: it is damaged.")
         return flat.view(kind).reshape(shape)
 
