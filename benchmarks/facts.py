@@ -27,6 +27,7 @@ FOLDERS = (
     "demo",
     "faults",
     "language",
+    "memory",
     "networks",
     "one_gpu",
     "progress",

@@ -23,6 +23,8 @@ METHODS: dict[str, offbeat.methods.base.Method] = {
 class Block(nn.Module):
     """With a table that no file has, as rotary embeddings are."""
 
+    table: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -73,18 +75,18 @@ def batches_of(kind: str) -> list[Batch]:
 
 def trainer_of(kind: str, method: str, *, meta: bool) -> offbeat.Trainer:
     """Of three stages; such as a script builds it in every process."""
-    how: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "tower": {"cuts": ["blocks.1", "blocks.3"]},
         "tied": {"stages": 3},
         "list": {},
-    }[kind]
+    }
     return offbeat.Trainer(
         model_of(kind, meta=meta),
         loss=nn.functional.cross_entropy,
         optimizer=OPTIMIZERS["momentum"],
         method=METHODS[method],
         seed=3,
-        **how,
+        **ways[kind],
     )
 
 

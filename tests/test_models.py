@@ -1072,3 +1072,22 @@ def test_hugging_face_models_are_cut_as_they_are(kind: str, method: Method) -> N
     with torch.no_grad():
         losses = [float(next_token_loss(reference(**x), y)) for x, y in batches]
     assert trainer.evaluate(batches).loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+def test_the_first_step_runs_a_block_ten_times() -> None:
+    """In training and evaluation, at own and random weights, whole and cut; once more to see what
+    belongs to which end; and to train."""
+    model = jobs.tower()
+    calls: list[bool] = []
+    model.blocks[0].register_forward_pre_hook(lambda module, _: calls.append(module.training))
+    trainer = offbeat.Trainer(
+        model,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        stages=2,
+    )
+    x, y = jobs.tower_batches()[0]
+    trainer.step(x, y)
+    assert (len(calls), sum(calls)) == (10, 6)
+    trainer.step(x, y)
+    assert len(calls) == 11

@@ -295,3 +295,30 @@ def test_a_buffer_that_two_pieces_write_is_refused(where: tuple[str, ...]) -> No
     words = "buffer 'seen' of this Notes is written .* Nor can it be recorded and divided.*'seen'"
     with pytest.raises(ConfigurationError, match=words):
         trained(test_models.Notes(*where), vector_batches(1, dtype=torch.float32), stages=2)
+
+
+class Decides(nn.Module):
+    """Goes by a value, which no record can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x)
+        return self.second(hidden * 2 if hidden.sum() > 0 else hidden)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_cannot_be_recorded_prints_nothing_beside_the_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    trainer = offbeat.Trainer(
+        Decides(),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        stages=2,
+    )
+    with pytest.raises(ConfigurationError, match="torch.export cannot record this Decides") as said:
+        trainer.step(torch.ones(2, 4), torch.ones(2, 4))
+    assert "\n" not in str(said.value)
+    assert capfd.readouterr().err == ""

@@ -12,7 +12,7 @@ from torch import nn
 
 import offbeat
 import spread_jobs as jobs
-from helpers import assert_same_bits
+from helpers import OPTIMIZERS, assert_same_bits
 from offbeat.checkpoints import save_weights
 from offbeat.errors import CheckpointError, ConfigurationError
 
@@ -25,7 +25,7 @@ def written(folder: Path, kind: str) -> Any:
     state = (model if isinstance(model, nn.Module) else nn.Sequential(*model)).state_dict()
     state.pop("head.weight", None)  # transformers leaves out the second name of a weight
     (folder / kind).mkdir()
-    where = {}
+    where: dict[str, str] = {}
     for number, names in enumerate((list(state)[::2], list(state)[1::2])):
         file = f"model-{number + 1:05d}-of-00002.safetensors"
         save_weights({name: state[name] for name in names}, folder / kind / file)
@@ -102,7 +102,7 @@ def test_what_cannot_be_built_from_meta_is_refused_in_words(tmp_path: Path) -> N
     with torch.device("meta"):
         model = jobs.Tied()
     with pytest.raises(ConfigurationError, match=r"'blocks\.0\.table'.*model\.blocks\.0\.table ="):
-        offbeat.Trainer(model, loss=nn.functional.cross_entropy, optimizer=jobs.OPTIMIZERS["sgd"])
+        offbeat.Trainer(model, loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS["momentum"])
     trainer = jobs.trainer_of("tied", "synchronous", meta=True)
     with pytest.raises(ConfigurationError, match="nothing says what its weights are"):
         trainer.step(*jobs.batches_of("tied")[0])

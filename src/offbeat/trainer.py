@@ -291,9 +291,9 @@ class Trainer(Status):
         ``state`` may be a file of safetensors, or a folder that ``save_pretrained`` wrote: of a
         model that was built on ``torch.device("meta")`` each process reads those of its own stages.
         """
-        files = isinstance(state, str | os.PathLike)
+        found = open_weights(state) if isinstance(state, str | os.PathLike) else state
         with self._pipeline.verb("load_state_dict()"):
-            self._pipeline.load_weights(open_weights(state) if files else state)
+            self._pipeline.load_weights(found)
 
     def gather(self) -> nn.Module:
         """Makes :attr:`model` whole until the next step or flush, and returns it.

@@ -88,7 +88,7 @@ def _write_index(folder: Path, everyone: list[State]) -> None:
 
 def _write_words(folder: Path, model: Any) -> None:
     """What transformers needs beside weights."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
     config.architectures = [type(model).__name__]

@@ -64,7 +64,7 @@ class Shelf(Mapping[str, Any]):
         self._others: dict[str, Any] = {}
         """What is no plain tensor."""
         for path, names in files.items():
-            header, words, begin = self._headers[path] = _header_of(path)
+            header, words, _ = self._headers[path] = _header_of(path)
             if _VALUES in words:
                 self._others |= tensorfile.from_bytes(b64decode(words[_VALUES]))
             found = [*header, *(name for name, first in words.items() if first in header)]
@@ -90,7 +90,7 @@ class Shelf(Mapping[str, Any]):
         flat = torch.empty(end - first, dtype=torch.uint8)
         with path.open("rb") as file:
             file.seek(begin + first)
-            if end > first and file.readinto(flat.numpy()) != end - first:  # type: ignore[attr-defined]
+            if end > first and file.readinto(flat.numpy().data) != end - first:
                 raise CheckpointError(f"{path} ends before {name!r} does: it is damaged.")
         return flat.view(kind).reshape(shape)
 

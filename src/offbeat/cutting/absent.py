@@ -20,6 +20,8 @@ from offbeat.errors import ConfigurationError
 from offbeat.rng import seeded
 
 _PRIVATE = {"flags": mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE} if sys.platform != "win32" else {}
+_FILL = "_init_weights"
+"""What a model of transformers calls its way to compute what a module begins with."""
 _STEPS = (7, 1, 3, 2, 5)
 """How far apart neighbours along each dimension lie in the few numbers of a light weight."""
 
@@ -43,16 +45,24 @@ class Absent:
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # tensors of copies are taken by themselves
 
+    def hold(self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        """Counts it among these, as it is."""
+        self._layouts[id(tensor)] = tensor, shape, stride
+
     def take(self, tensor: Tensor) -> None:
         """Lets go of its memory."""
         if tensor not in self and tensor.layout is torch.strided and tensor.numel() > 1:
             layout = self._layouts[id(tensor)] = tensor, tensor.shape, tensor.stride()
             tensor.data = _nothing(tensor, *layout[1:])
 
-    def give(self, tensor: Tensor, value: Tensor) -> None:
-        """Gives it memory with these values."""
+    def give(self, tensor: Tensor, value: Tensor, *, keep: bool = False) -> None:
+        """Gives it memory with these values; ``keep``: their own, which nobody else has."""
         room = self.room(tensor)
-        room.copy_(value)
+        same = room.dtype == value.dtype and room.device == value.device
+        if keep and same and room.stride() == value.stride():
+            room = value
+        else:
+            room.copy_(value)
         self._layouts.pop(id(tensor), None)
         self.unread.pop(id(tensor), None)
         tensor.data = room
@@ -85,8 +95,8 @@ class Absent:
                 tensor.data = _random_like(tensor, number, self.room(tensor) if dense else None)
             yield
         finally:
-            for tensor, *layout in list(self._layouts.values()):
-                tensor.data = _nothing(tensor, *layout)
+            for tensor, shape, stride in list(self._layouts.values()):
+                tensor.data = _nothing(tensor, shape, stride)
 
 
 def _nothing(tensor: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
@@ -153,7 +163,7 @@ def take_from_meta(model: nn.Module) -> Absent | None:
         empty = torch.zeros((), dtype=parameter.dtype, device=device)
         nothing = _nothing(empty, shape := parameter.shape, stride := parameter.stride())
         _swap(parameter, nn.Parameter(nothing, requires_grad=parameter.requires_grad))
-        absent._layouts[id(parameter)] = parameter, shape, stride
+        absent.hold(parameter, shape, stride)
     holders = Counter(
         id(parameter)
         for module in model.modules()
@@ -172,10 +182,11 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 def _derive_buffers(model: nn.Module, device: torch.device) -> None:
     """Computes the buffers that no file has, or refuses."""
     for path, module in model.named_modules():
+        kept = module.state_dict(keep_vars=True)
         keys = [
             key
             for key, buffer in module.named_buffers(recurse=False)
-            if buffer.is_meta and key in module._non_persistent_buffers_set
+            if buffer.is_meta and key not in kept
         ]
         if not keys:
             continue
@@ -202,7 +213,7 @@ def _derived(
         for key, buffer in own.items():
             setattr(module, key, torch.full_like(buffer, fill, device=device))
         with torch.no_grad(), seeded(0, device):
-            model._init_weights(module)
+            getattr(model, _FILL)(module)
         made = [getattr(module, key) for key in own]
     except Exception:  # there is none, or it knows nothing of this module
         made = [None for _ in own]

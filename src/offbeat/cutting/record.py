@@ -6,10 +6,12 @@ another batch than the one it was made for.
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -131,7 +133,7 @@ def _export(
     sizes = tuple(_open_sizes(tensor) if open_sizes else None for tensor in example)
     before = _drawn_by_others()
     buffers = WrittenBuffers([traced.model]).restored()
-    with buffers, _splits(traced.model, paths) as called, _alone(example):
+    with buffers, _splits(traced.model, paths) as called, _alone(example), _quiet():
         program = torch.export.export(
             traced, tuple(example), dynamic_shapes={"tensors": sizes}, strict=False
         )
@@ -195,6 +197,24 @@ def _alone(example: Sequence[Tensor]) -> Iterator[None]:
         contexts.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about its own deprecations
         yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the graphs that torch prints where it fails: the error says why, in one sentence."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes")
 
 
 class SingleDraws(TorchFunctionMode):

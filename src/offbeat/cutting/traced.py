@@ -88,10 +88,11 @@ class TracedCut(Cut):
                 if self.stages > len(costs):
                     raise ConfigurationError(
                         f"{self.stages} stages, but one forward of this {type(model).__name__}"
-                        f" calls {len(costs)} modules once: give fewer stages, or a list of modules,"
-                        " one per stage."
+                        f" calls {len(costs)} modules once: give fewer stages, or a list of"
+                        " modules, one per stage."
                     )
-                paths = [[*costs][place] for place in cut_by_costs([*costs.values()], self.stages)]
+                places = cut_by_costs([*costs.values()], self.stages)
+                paths = [[*costs][place] for place in places]
             from offbeat.cutting.records import RecordedStage, Records  # takes a second to import
 
             records = Records(model, paths)

@@ -140,7 +140,8 @@ class Models:
                     if found := [
                         name for name in names.get(id(tensor), ()) if name in self._source
                     ]:
-                        self._absent.give(tensor, self._source[found[0]])
+                        value = self._source[found[0]]
+                        self._absent.give(tensor, value, keep=isinstance(self._source, Shapes))
         self._source = None
 
     def make_room(self) -> None:
@@ -332,13 +333,14 @@ def _leaves_values_alone(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _GATHER = (
-    "a weight or buffer was read that belongs to stage {stage}, which another process trains: it has"
-    " no values here. Call trainer.gather() in all processes; then the model is whole until the next"
-    " step. trainer.state_dict() has all weights, too."
+    "a weight or buffer was read that belongs to stage {stage}, which another process trains: it"
+    " has no values here. Call trainer.gather() in all processes; then the model is whole until the"
+    " next step. trainer.state_dict() has all weights, too."
 )
 _SPREAD = (
-    "a weight or buffer was read that belongs to stage {stage}, which another process trains, and no"
-    " process has all of a model that was built on meta. trainer.save_pretrained(folder) writes it."
+    "a weight or buffer was read that belongs to stage {stage}, which another process trains, and"
+    " no process has all of a model that was built on meta. trainer.save_pretrained(folder) writes"
+    " it."
 )
 _UNREAD = (
     "a weight or buffer was read of a model that was built on meta and has no values yet: each"
