@@ -363,7 +363,7 @@ def change(model: nn.Module, what: str, *how: Any) -> None:
         blocks[how[0]].linear.forward = MethodType(_halved, blocks[how[0]].linear)
     elif what == "patch the model":
         net = isinstance(model, Net)
-        model.forward = MethodType(_halved_net if net else _halved, model)  # type: ignore[method-assign]
+        model.forward = MethodType(_halved_net if net else _halved, model)
     elif what == "eval":
         blocks[how[0]].eval()
     elif what == "freeze":

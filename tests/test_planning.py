@@ -151,7 +151,7 @@ def test_auto_keeps_lag_small_and_stages_busy(
     ],
 )
 def test_auto_knows_who_looks_ahead_already(optimizer: Any) -> None:
-    assert kind_of(optimizer, list(mlp().parameters())) == "nesterov"
+    assert kind_of(optimizer, list(mlp().named_parameters())) == "nesterov"
     trainer = trainer_for(mlp(), "auto", optimizer, cuts=[2, 4])
     assert trainer.corrections == ()
     assert "looks an update ahead by itself" in str(trainer.plan)
@@ -160,7 +160,7 @@ def test_auto_knows_who_looks_ahead_already(optimizer: Any) -> None:
         plain = torch.optim.SGD(params[2:], lr=0.1, momentum=0.9)
         return [torch.optim.NAdam(params[:2]), plain]
 
-    assert kind_of(mixed, list(mlp().parameters())) == "other"
+    assert kind_of(mixed, list(mlp().named_parameters())) == "other"
 
 
 def test_auto_does_not_split_small_batches_to_nothing() -> None:

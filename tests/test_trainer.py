@@ -450,7 +450,7 @@ def test_a_parameter_of_two_stages_trains_as_in_one_piece() -> None:
     batches = vector_batches(3)
     expected, losses = plain_loop(whole, batches)
     for model in ([shared, nn.ReLU(), nn.Sequential(shared, last)], whole):
-        settings = {"stages": 3} if model is whole else {}
+        settings: dict[str, Any] = {"stages": 3} if model is whole else {}
         trainer = trainer_for(copy.deepcopy(model), **settings)
         assert [float(trainer.step(x, y)) for x, y in batches] == losses  # type: ignore[arg-type]
         assert_same_bits(trainer.state_dict(), expected.state_dict())

@@ -312,7 +312,7 @@ class Trainer(Status):
         spread = self._pipeline.models.is_spread and not self._engine.placement.is_whole
         with self._pipeline.verb("save_pretrained()"):
             if spread:
-                self._refuse_if_stopped()
+                self._pipeline.refuse_if_stopped()
                 shards.save(self._pipeline, Path(folder))
             else:
                 self._pipeline.save_pretrained(Path(folder), of)

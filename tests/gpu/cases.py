@@ -99,7 +99,7 @@ def halved(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 def patch_head(model: nn.Sequential) -> None:
-    model[-1].forward = MethodType(halved, model[-1])  # type: ignore[method-assign]
+    model[-1].forward = MethodType(halved, model[-1])
 
 
 def hook_head(model: nn.Sequential) -> None:

@@ -100,7 +100,7 @@ class Mailbox:
         self.watched: list[Watched] = []
         """Others who must be heard now and then."""
         self.add_neighbours(neighbours)
-        self._pulse = Pulse(silence_s, self._circles, self._where)
+        self._pulse = Pulse(silence_s, self._heard, self._where)
         self._pulse.start()
 
     def add_neighbours(self, pairs: Mapping[int, Pair]) -> None:
@@ -232,7 +232,7 @@ class Mailbox:
 
     # ---------------------------------------------------------------- watching
 
-    def _circles(self) -> Sequence[Sequence[Watched]]:
+    def _heard(self) -> Sequence[Sequence[Watched]]:
         if self._closing and not any(thread.is_alive() for thread in self._threads()):
             self._pulse.stop()
         peers = () if self.peers is None else self.peers.connections
