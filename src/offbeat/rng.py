@@ -248,8 +248,10 @@ def set_generators(states: dict[str, Any], device: torch.device) -> None:
 # ------------------------------------------------------------------------- beside other threads
 
 
-_HARMLESS = ("offbeat-", "QueueFeederThread", "pin_memory", "tqdm", "IPythonHistorySavingThread")
-"""Names of threads that never draw: this library's own, and those of loaders and progress bars."""
+_HARMLESS = ("offbeat-", "QueueFeederThread", "pin_memory", "IPythonHistorySavingThread")
+"""Names of threads that never draw: this library's own, and those of loaders and notebooks."""
+_HARMLESS_MODULES = ("rich.", "tqdm.", "tensorboard.", "torch.utils.data.")
+"""Where classes of threads come from that never draw: progress bars and writers of events."""
 _REPLAYING = torch.utils.checkpoint.__file__
 
 
@@ -266,8 +268,8 @@ def others() -> list[str]:
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
-    kind = type(thread).__name__
-    return thread.name.startswith(_HARMLESS) or "pin_memory" in thread.name or kind == "TMonitor"
+    known = type(thread).__module__.startswith(_HARMLESS_MODULES)
+    return known or thread.name.startswith(_HARMLESS) or "pin_memory" in thread.name
 
 
 class Apart(TorchDispatchMode):

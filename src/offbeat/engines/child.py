@@ -36,7 +36,9 @@ def main() -> None:
             size = int(os.environ[ROW])
             own: Store = store.clone()  # type: ignore[attr-defined]
             arguments = own, alive_note(number, rank % size)
-            threading.Thread(target=_say_alive, args=arguments, daemon=True).start()
+            threading.Thread(
+                target=_say_alive, args=arguments, daemon=True, name="offbeat-alive"
+            ).start()
             fresh = PrefixStore(f"return-{number}", store)
             groups.join_at(fresh, rank % size, size)
         else:
