@@ -1,5 +1,6 @@
 """A small GPT-2 learns to write like Python's own manual, letter by letter."""
 
+import os
 import sys
 from pydoc_data.topics import topics  # a text that Python carries
 
@@ -10,6 +11,7 @@ from offbeat.integrations.transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "hugging-face-output"
+os.makedirs(folder, exist_ok=True)  # to look for a checkpoint in
 text = "".join(topics[name] for name in sorted(topics))[:16_000].encode("ascii", "replace")
 rows = torch.tensor(list(text)).view(-1, 64)  # a letter is a token
 data = [{"input_ids": row, "labels": row} for row in rows]
