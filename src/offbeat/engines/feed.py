@@ -197,3 +197,11 @@ def checksum_of(values: Nest) -> int:
         flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
         checksum = crc32(flat.view(torch.uint8).numpy().data, checksum)
     return checksum
+
+
+def length_of(loader: Iterable[Nest]) -> int | None:
+    """How many batches it has, if it knows: a DataLoader of an IterableDataset has a len() too."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -25,7 +25,7 @@ from offbeat.elastic.survivors import Admission, connect_replicas
 from offbeat.engines.agreement import agreed_seed, compare
 from offbeat.engines.base import Engine
 from offbeat.engines.board import ASKED_BY_ALL, LOST, NOTICED_S, Board, SharedNotes
-from offbeat.engines.feed import checksum_of, pairs_of
+from offbeat.engines.feed import checksum_of, length_of, pairs_of
 from offbeat.engines.machines import Machines
 from offbeat.engines.placement import Placement
 from offbeat.engines.serial import choose_updates_last
@@ -219,7 +219,7 @@ class Processes(Engine):
         self, loader: Iterable[tuple[Nest, Nest]], *, all_need_targets: bool
     ) -> Iterator[tuple[Nest, Nest]]:
         """x for the first stage, y for the last (and for the first, which checks them)."""
-        length = _length_of(loader)
+        length = length_of(loader)
         lengths = self._board.exchange("lengths", length, self._company)
         for rank, other in zip(self._company, lengths, strict=True):
             if other != lengths[0]:
@@ -444,11 +444,3 @@ class Processes(Engine):
             self._board.report("".join(traceback.format_exception(error)))
             self._board.say_gone(str(error), None)
         self._mailbox.fail(WorkerLost("this process failed earlier."))
-
-
-def _length_of(loader: Iterable[Nest]) -> int | None:
-    """How many batches it has, if it knows: a DataLoader of an IterableDataset has a len() too."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None
