@@ -246,11 +246,11 @@ class Network:
             if not torch.is_grad_enabled():  # matmul goes by the flag all the same
                 for copy, tensor in zip(inputs, before, strict=True):
                     copy.requires_grad_(tensor.requires_grad)
-        versions = [tensor._version for tensor in inputs]
+        versions = _writes(inputs)
         # Compiled code would hide its operations from the inspection of a first graph.
         inspected = self.rule in (None, "recompute") or self.habits.inspected
         output = self._compiled(passed) if inspected else self.module(passed)
-        changed = versions != [tensor._version for tensor in inputs]
+        changed = versions != _writes(inputs)
         if changed and self.habits.inputs_changed is False:
             raise StageError(
                 f"stage {self.index} ({_describe(self.module)}) began to change its input in place"
@@ -339,7 +339,8 @@ class Network:
             wanted = tensor.requires_grad or (
                 self.rule == "recompute" and (tensor.is_floating_point() or tensor.is_complex())
             )
-            root = tensor if tensor._base is None else tensor._base
+            base = tensor._base
+            root = tensor if base is None else base
             # A weight itself: the next update would write into what is under way.
             values = tensor.detach().clone() if id(root) in self._own else tensor.detach()
             return without_holes(values).requires_grad_(needed and wanted)
@@ -404,6 +405,11 @@ def precision(device: torch.device, autocast: torch.dtype | None) -> AbstractCon
         return nullcontext()
     # The cache would keep the weights' casts across an update inside one context.
     return torch.autocast(device.type, dtype=autocast, cache_enabled=False)
+
+
+def _writes(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each has been written in place."""
+    return [tensor._version for tensor in tensors]
 
 
 def without_holes(tensor: Tensor) -> Tensor:
