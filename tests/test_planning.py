@@ -303,7 +303,7 @@ def test_corrections_of_one_s_own_win_over_auto_s(caplog: pytest.LogCaptureFixtu
         (OPTIMIZERS["sgd"], "other"),
         (OPTIMIZERS["momentum"], "momentum"),
         (OPTIMIZERS["adamw"], "adam"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "other"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "nesterov"),
         (lambda p: [torch.optim.Muon(p, lr=0.1)], "muon"),
         (lambda p: [torch.optim.Muon(p[:1], lr=0.1), torch.optim.AdamW(p[1:])], "muon"),
         (lambda p: [torch.optim.Muon(p[:1], lr=0.1), torch.optim.SGD(p[1:], lr=0.1)], "other"),

@@ -518,8 +518,9 @@ def test_a_batch_on_another_device_is_refused_before_it_starts() -> None:
     with pytest.raises(BatchError, match="the batch is on meta, the model on cpu"):
         trainer.step(x.to("meta"), y)
     trainer.step(x, y)
-    with pytest.raises(ConfigurationError, match="the model lies on cpu, meta"):
-        trainer_for([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    trainer = trainer_for([nn.Linear(6, 4), nn.Linear(4, 4, device="meta")])
+    with pytest.raises(ConfigurationError, match="on meta, and nothing says what its weights are"):
+        trainer.step(x.float(), y)
 
 
 def test_a_bad_batch_leaves_the_run_intact() -> None:

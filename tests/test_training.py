@@ -375,6 +375,7 @@ from offbeat.app import training
 from offbeat.app.experiment import Experiment
 
 class Watcher:
+    def now(self, what): ...
     def begin(self, trainer, progress): ...
     def evaluated(self, trainer, progress): ...
     def step(self, trainer, progress):
@@ -543,7 +544,7 @@ def test_settings_that_are_tuples_are_the_same_when_a_run_or_study_goes_on(
     assert "is finished already" in capsys.readouterr().out
     other = [word.replace("32", "31") for word in words]
     assert offbeat_says(*other) == 2
-    assert "was started with model=mlp:hidden=[32, 16]" in capsys.readouterr().err
+    assert "was started with model=mlp:hidden=32,16" in capsys.readouterr().err
     words = ["study", *SHORT, *model, "--methods", "dsp:lag=(2,0)", "--stage-counts", "2"]
     words += ["--seeds", "1", "--out", str(tmp_path / "study")]
     assert offbeat_says(*words) == 0
@@ -653,7 +654,7 @@ def test_a_run_that_diverged_says_so_and_so_does_its_report(
     train(tmp_path / "bp")
     runs = runs_in(tmp_path)  # those of a folder, as of a study's
     text = page([Run.load(folder) for folder in runs])
-    assert "The test loss is not a finite number" in text
+    assert "loss was not a finite number at step" in text
     assert "run and bp differ in more than staleness: lr 100.0 (0.02)." in text
 
 

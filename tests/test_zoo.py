@@ -199,8 +199,10 @@ def test_the_papers_four_stage_placements(
     """What has no weights stays with the weighted layer before it."""
     assert callable(build)
     with torch.device("meta"):
-        cut = plan_cut(build(), ppv=(ppv,))
-        first, second = cut.modules
+        model = build()
+    cut = plan_cut(model, ppv=(ppv,))
+    with torch.device("meta"):
+        first, second = (module.to("meta") for module in cut.modules)
         activation = first(torch.zeros(2, *shape))
         assert activation.shape == (2, *between)
         assert second(activation).shape == (2, 10)
@@ -213,7 +215,8 @@ def test_the_papers_four_stage_placements(
 def test_a_stage_can_end_after_every_weighted_layer(build: object, layers: int) -> None:
     assert callable(build)
     with torch.device("meta"):
-        cut = plan_cut(build(), ppv=range(1, layers))
+        model = build()
+    cut = plan_cut(model, ppv=range(1, layers))
     assert cut.stages == layers
 
 

@@ -174,19 +174,18 @@ def hand_out(pipeline: "Pipeline", schedule: Schedule, shards: Sequence[Shard]) 
     counts = [shard.counts for shard in shards if shard.counts is not None]
     if counts:
         fed = portions(pipeline, pipeline.setup.weight.kind(shards[0].x), counts)
-    pieces = [nest.split((shard.x, shard.y), parts) for shard in shards]
     for worker in pipeline.engine.workers:
         place = replicas.index(worker.stage.replica)
-        y = shards[place].y
+        x, y, _ = shards[place]
         # Both ends were fed by one caller where all stages are here.
         checksum = None if placement.is_whole or y is None else checksum_of(y)
         index, transport = worker.stage.index, worker.transport
         if index == 0:
-            rows = zip(numbers, pieces[place], fed[place], strict=True)
-            for number, (part, _), portion in rows:
+            rows = zip(numbers, nest.split(x, parts), fed[place], strict=True)
+            for number, part, portion in rows:
                 transport.send(Key("activation", 0, number), (part, checksum, tuple(portion)))
         if index == placement.stages - 1 or schedule.local_losses:
-            for number, (_, target) in zip(numbers, pieces[place], strict=True):
+            for number, target in zip(numbers, nest.split(y, parts), strict=True):
                 transport.send(Key("target", index, number), Target(target, checksum))
 
 

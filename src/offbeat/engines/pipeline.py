@@ -133,8 +133,7 @@ class Pipeline:
     def step(self, x: Nest, y: Nest) -> Tensor | None:
         """One batch through :attr:`schedule`; the loss that is due, None while the pipe fills."""
         x, y = nest.plain(x), nest.plain(y)
-        if not self.is_built:
-            self.models.refuse_unread()
+        self.models.refuse_unread()
         self._enter_next_phase()
         schedule, step = self.schedule, self.position.step_in_fill
         shards = feed.divide(self, schedule, x, y)

@@ -219,6 +219,14 @@ class Network:
             )
         self.habits.hides = True
 
+    def show_graph(self, batch: int, given: Nest) -> None:
+        """Runs a forward once more, for nothing, to whoever keeps features of it for a loss.
+
+        Without a graph they would be taken for constants there.
+        """
+        with WrittenBuffers(self.modules).restored(), torch.enable_grad():
+            self.run(batch, Work(), nest.detached(given))
+
     def backward(self, work: Work, gradients: Sequence[Tensor | None]) -> None:
         """Adds to the gradients of weights and inputs where they are gathered."""
         outputs, starts = self.starts(work, gradients)

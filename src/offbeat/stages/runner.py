@@ -60,10 +60,14 @@ class Direct:
                 return network.forward(flight.batch, work, given, graph=True)
             work.given = given
             work.given_as = [tensor._version for tensor in nest.tensors(given)]
+            first = network.habits.inputs_changed is None
             # A loss has a graph, so that one that looks beyond its arguments is seen to. All else
             # has none in any batch: matmul rounds otherwise where a graph is kept.
             with torch.set_grad_enabled(network.has_loss), network.buffers.restored():
-                return network.forward(flight.batch, work, given, graph=False)
+                sent = network.forward(flight.batch, work, given, graph=False)
+            if first and not network.has_loss:
+                network.show_graph(flight.batch, given)
+            return sent
 
     def prepare(self, flight: Flight) -> None:
         """Under ``recompute``: what of a backward needs no gradient from the next stage."""
