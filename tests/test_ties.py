@@ -428,6 +428,16 @@ def test_a_version_is_sent_once_and_a_gradient_per_part(method: Method, parts: i
     assert versions < 6 or parts == 1
 
 
+def test_versions_under_way_are_counted_where_they_are() -> None:
+    """Stage 1 only passes the weight on, and holds it for every batch until that comes back."""
+    trainer = trainer_for(wide(), PipeDream(), cuts=[1, 3, 4])
+    for _ in range(8):
+        trainer.step(torch.randn(8, 64), torch.randint(64, (8,)))
+    weight = 64 * 64 * 4
+    held = [stage.in_flight_bytes for stage in trainer.memory()]
+    assert 2 * weight <= held[1] < 3 * weight  # between two steps, two batches are on their way
+
+
 def test_processes_resume_with_the_same_bits(tmp_path: Path) -> None:
     for number, (replicas, averaging) in enumerate([(1, None), (2, LocalSGD(2))]):
         settings = {"cuts": [5], "replicas": replicas, "averaging": averaging}

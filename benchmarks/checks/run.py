@@ -28,7 +28,6 @@ from offbeat.engines.means import Means
 from offbeat.engines.models import Models
 from offbeat.rng import HostState
 from offbeat.stages import network
-from offbeat.stages.versions import SavedTensors
 from offbeat.zoo import mlp, resnet
 
 Batch = tuple[Any, Tensor]
@@ -51,7 +50,6 @@ OFF: list[tuple[Any, str, Callable[..., Any]]] = [
     (Models, "follow", lambda *_: []),
     (Models, "remember", lambda *_: None),
     (network, "leaves_of", lambda *_: []),
-    (SavedTensors, "knows", lambda *_: True),
     (HostState, "now", staticmethod(lambda **_: _Still)),
     (blocks, "_plain_of", lambda *_: _Like()),
     (blocks._Body, "_versions", lambda *_: []),

@@ -25,7 +25,7 @@ class StageMemory:
     weight_bytes: int
     """All versions together."""
     in_flight_bytes: int
-    """Activations in graphs, or stored inputs."""
+    """Activations in graphs, or stored inputs; what has come of weights that several stages use."""
     correction_bytes: int = 0
     """What corrections and monitors keep: earlier steps, weights that forwards have read."""
     parameters: int = 0

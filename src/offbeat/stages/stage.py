@@ -13,7 +13,7 @@ from offbeat.corrections.base import Correction
 from offbeat.errors import StageError
 from offbeat.methods.base import Rule
 from offbeat.monitors.monitor import Monitor
-from offbeat.nest import Nest
+from offbeat.nest import Bundle, Nest
 from offbeat.stages import snapshot
 from offbeat.stages.attributes import Change
 from offbeat.stages.corrector import Corrector
@@ -260,6 +260,8 @@ class Stage:
         for work in works:
             storages.add_graph(work.graph)
             storages.add_tensors(nest.tensors(work.given))
+            if isinstance(work.leaves, Bundle):  # weights of earlier stages, that come with a batch
+                storages.add_tensors(work.leaves.ties.values())
             for parameter, values in work.copies.items():
                 storages.add_version(parameter, values)
         peak = self.peak_versions
