@@ -23,6 +23,7 @@ FILE = Path(__file__).with_suffix(".json")
 FOLDERS = (
     "accuracy",
     "averaging",
+    "checks",
     "claims",
     "demo",
     "faults",
@@ -30,6 +31,7 @@ FOLDERS = (
     "memory",
     "networks",
     "one_gpu",
+    "programs",
     "progress",
     "shared_gpu",
     "simulator",

@@ -27,6 +27,19 @@ def facts() -> Iterator[tuple[str, float | Interval]]:
         yield f"{model}.ms", median(values)
 
 
+def tables() -> dict[str, str]:
+    lines = ["| model | method | ms | percent |", "|---|---|---|---|"]
+    own: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in read_rows(ROWS):
+        pair = row["unchecked_s"], 100 * (row["checked_s"] / row["unchecked_s"] - 1)
+        own.setdefault((row["model"], row["method"]), []).append(pair)
+    for (model, method), pairs in own.items():
+        ms = 1e3 * median(seconds for seconds, _ in pairs)
+        share = middle([percent for _, percent in pairs])
+        lines.append(f"| {model} | {method} | {ms:.1f} | {share:.1f} |")
+    return {"shares": "\n".join(lines) + "\n"}
+
+
 def middle(values: list[float], draws: int = 2000) -> Interval:
     """The median with its 95 % interval, by resampling rounds."""
     drawn = random.Random(0)

@@ -101,7 +101,7 @@ class Attributes:
         flat = self._now()
         if self._is_same(flat):
             return
-        if len(flat) == len(self._flat):
+        if len(flat) == len(self._flat) and not any(map(len, self._empty)):
             moved = [pair for pair in zip(flat, self._flat, strict=True) if is_not(*pair)]
             if all(isinstance(value, (*_PLAIN, Tensor)) for pair in moved for value in pair):
                 self._flat = flat
@@ -126,7 +126,8 @@ class Attributes:
 
     def _is_same(self, flat: list[Any]) -> bool:
         # Identity, in one pass: it is asked in every step, and == would ask tensors.
-        return len(flat) == len(self._flat) and all(map(is_, flat, self._flat))
+        same = len(flat) == len(self._flat) and all(map(is_, flat, self._flat))
+        return same and not any(map(len, self._empty))
 
     def _differences(self) -> Iterator[Change]:
         values = iter(self._flat)
@@ -148,7 +149,9 @@ class Attributes:
             for path, module in root.named_modules():
                 if not type(module).__module__.startswith(_OURS):
                     self._enter(_Holder(module, "", path, vars(module), numbers=False), 0)
-        self._views = [holder.view for holder in self._holders]
+        # Most hold nothing: hooks that nobody has put on.
+        self._empty = [holder.values for holder in self._holders if not holder.values]
+        self._views = [holder.view for holder in self._holders if holder.values]
         self._names = [list(holder.items) for holder in self._holders]
         self._flat = self._now()
 
