@@ -19,7 +19,7 @@ from offbeat.errors import OffbeatError
 from offbeat.methods import ADL, DSP, FDG, PipeDream2BW, Synchronous
 from offbeat.methods.base import Method
 from offbeat.schedules.schedule import Schedule
-from offbeat.stages import buffers, draws, stage, versions
+from offbeat.stages import buffers, network, stage, versions
 from offbeat.stages.fill import Fill
 from test_oracles import CASES, Case, compare
 
@@ -192,6 +192,6 @@ def test_random_masks_that_are_not_replayed_are_seen(monkeypatch: Any) -> None:
 
     first = run(DSP())
     assert_same_bits(run(DSP()), first)
-    monkeypatch.setattr(draws, "keyed", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(network, "keyed", lambda *_, **__: nullcontext())
     with pytest.raises(AssertionError):
         assert_same_bits(run(DSP()), first)

@@ -358,6 +358,5 @@ class Trainer(Status):
     @contextmanager
     def _verb(self, name: str) -> Iterator[None]:
         self._catching_up.refuse_if_behind()
-        self._pipeline.refuse_if_stopped()
-        with self._pipeline.verb(name):
+        with self._pipeline.verb(name, trains=True):
             yield

@@ -168,7 +168,8 @@ class Passes:
         self._number = number
         check_devices(nest.tensors([x, y]), pipeline.setup.device)
         if pipeline.engine.placement.holds_first:
-            check_keys(pipeline.cut.model, x)
+            if isinstance(x, Mapping):
+                check_keys(pipeline.cut.model, x)
             pipeline.cut.check_batch([x], 1)
         count = _count_of(pipeline, number, x, y) if verb == "evaluate" else None
         if not self._shown:  # nothing is cut before the first batch has been weighed

@@ -63,9 +63,9 @@ def divide(pipeline: "Pipeline", schedule: Schedule, x: Nest, y: Nest) -> list[S
     if tensors and not come_in_parts:
         _check_rows(tensors, parts, pipeline)
     if placement.holds_first:
-        for shard in shards:
-            check_keys(pipeline.cut.model, first_part(shard.x))
-    if placement.holds_first:
+        for part in map(first_part, (shard.x for shard in shards)):
+            if isinstance(part, Mapping):
+                check_keys(pipeline.cut.model, part)
         pipeline.cut.check_batch([shard.x for shard in shards], parts)
     own_labels = y is None and (isinstance(x, Mapping) or not placement.holds_first)
     if placement.holds_last and parts > 1 and not targets and not own_labels:

@@ -67,10 +67,8 @@ def refuse_sync_batch_norm(model: nn.Module) -> None:
             )
 
 
-def check_keys(model: nn.Module, x: Nest) -> None:
+def check_keys(model: nn.Module, x: Mapping[str, Any]) -> None:
     """Names the keys of a batch that a model has no arguments for."""
-    if not isinstance(x, Mapping):
-        return
     names, takes_others = arguments_of(model)
     unknown = [str(name) for name in x if name not in names]
     of_hugging_face = hasattr(model, "main_input_name")  # it takes no dict as one argument

@@ -43,7 +43,7 @@ class Models:
         self._source: Mapping[str, Any] | None = None
         """Where values are read from once it is known which."""
         self._begun = False
-        self._unread = self.is_spread
+        self.unread = self.is_spread
         """Whether nobody has said yet where values come from."""
         self._elsewhere = [*_out_of_reach(self._absent, _UNREAD)]
         if self.is_spread:
@@ -118,7 +118,7 @@ class Models:
         with self.lent():
             _check_state(state, self.cuts[0].model)
         if self.is_spread:
-            self._source, self._unread = state, False
+            self._source, self.unread = state, False
             self.read()
             return
         with self.made_whole():
@@ -152,7 +152,7 @@ class Models:
                     if id(tensor) not in others:
                         self._absent.make(tensor)
                 self._absent.unread.clear()
-            self._unread, self._source = False, None
+            self.unread, self._source = False, None
 
     @contextmanager
     def _becoming_known(self) -> Iterator[set[int]]:
@@ -162,7 +162,7 @@ class Models:
         self.hide()
 
     def refuse_unread(self) -> None:
-        if self._unread:
+        if self.unread:
             kind = type(self.cuts[0].model).__name__
             raise ConfigurationError(
                 f"this {kind} was built on meta, and nothing says what its weights are: call"

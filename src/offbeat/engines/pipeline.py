@@ -132,8 +132,9 @@ class Pipeline:
 
     def step(self, x: Nest, y: Nest) -> Tensor | None:
         """One batch through :attr:`schedule`; the loss that is due, None while the pipe fills."""
-        x, y = nest.plain(x), nest.plain(y)
-        self.models.refuse_unread()
+        x, y = nest.plain((x, y))
+        if self.models.unread:
+            self.models.refuse_unread()
         self._enter_next_phase()
         schedule, step = self.schedule, self.position.step_in_fill
         shards = feed.divide(self, schedule, x, y)
@@ -361,8 +362,13 @@ class Pipeline:
             )
 
     @contextmanager
-    def verb(self, name: str) -> Iterator[None]:
-        """Around what all processes must be asked for alike."""
+    def verb(self, name: str, *, trains: bool = False) -> Iterator[None]:
+        """Around what all processes must be asked for alike.
+
+        ``trains``: it cannot be done once an error has ended the run.
+        """
+        if trains:
+            self.refuse_if_stopped()
         self.engine.enter(name)
         try:
             yield

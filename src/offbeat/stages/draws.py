@@ -1,6 +1,5 @@
 """Whether a forward draws its own random numbers, and nobody else's, beside other threads."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -47,7 +46,7 @@ class Draws:
         ``forward`` runs it for nothing; ``again`` and ``lent`` as for :func:`offbeat.rng.keyed`.
         """
         watch = None
-        if threading.active_count() > 1 and others():
+        if others():
             lent = lent or self._replayed(seed, forward)
             watch = self._alone(seed, forward, given, work.drawn, lent=lent)
         return keyed(seed, self._device, self._habits, work, again=again, lent=lent, watch=watch)

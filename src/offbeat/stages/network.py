@@ -1,5 +1,6 @@
 """The part of a model that one stage runs: a forward with its loss, and the graph of one."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from offbeat import nest
 from offbeat.errors import IncompleteModel, StageError
 from offbeat.methods.base import Rule
 from offbeat.nest import Bundle, Nest, is_dense
-from offbeat.rng import seed_for
+from offbeat.rng import keyed, seed_for
 from offbeat.stages.attributes import HOOKS, Attributes, Change
 from offbeat.stages.buffers import WrittenBuffers
 from offbeat.stages.compiled import Compiled
@@ -127,9 +128,12 @@ class Network:
         random: AbstractContextManager[None] = nullcontext()
         if batch is not None:
             again = self.rule == "recompute" and not torch.is_grad_enabled()
-            forward = partial(self._try, work, given)
             seed, lent = self.seed_of(batch), self._is_compiled
-            random = self._draws.keyed(seed, work, given, forward, again=again, lent=lent)
+            if threading.active_count() == 1:  # nobody else can draw
+                random = keyed(seed, self.device, self.habits, work, again=again)
+            else:
+                forward = partial(self._try, work, given)
+                random = self._draws.keyed(seed, work, given, forward, again=again, lent=lent)
         with random:
             with precision(self.device, self._autocast):
                 output = self._call(given, work.inputs or nest.tensors(given))
