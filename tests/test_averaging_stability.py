@@ -82,7 +82,9 @@ def test_a_threshold_is_where_a_round_no_longer_shrinks(name: str) -> None:
     assert radius(step, size, 1.003 * stored, key[1]) > 1
 
 
-@pytest.mark.parametrize("name", ["dasgd, kept", "cocod, kept"])
+@pytest.mark.parametrize(
+    "name", ["dasgd, kept", pytest.param("cocod, kept", marks=pytest.mark.long)]
+)
 def test_a_threshold_is_found_again_through_the_library(name: str) -> None:
     (rule, momentum, state), mode, *_ = CASES[name]
     averaging: Any = replace(RULES[rule], optimizer_state=state)  # type: ignore[arg-type]

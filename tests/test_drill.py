@@ -43,7 +43,9 @@ def test_a_run_that_is_disturbed_anywhere_ends_with_the_same_bits(
     ("faults", "layout"),
     [
         (("flipped bit", "read-only folder", "clock set back"), (2, 1, False)),
-        (("second start", "kill in state_dict", "freeze"), (2, 1, True)),
+        pytest.param(
+            ("second start", "kill in state_dict", "freeze"), (2, 1, True), marks=pytest.mark.long
+        ),
         pytest.param(MORE_FAULTS, (2, 2, True), marks=pytest.mark.long),
         pytest.param(MORE_FAULTS, (3, 1, True), marks=pytest.mark.long),
     ],
