@@ -46,7 +46,7 @@ try:
 except ImportError as error:
     raise MissingExtra(
         f"offbeat.integrations.transformers needs transformers and accelerate ({error}): install"
-        " them with pip install 'offbeat[transformers]'."
+        " them with pip install 'transformers>=5.0' 'accelerate>=1.15'."
     ) from error
 
 log = logging.getLogger("offbeat")
