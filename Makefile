@@ -5,7 +5,7 @@
 #   make long                     the long variations that `make test` leaves out, part after part,
 #                                 each within ten minutes; prints how long each part took
 #   make long PART=2/3            one of these parts alone
-#   python3 -m pytest tests/gpu   on a machine with an NVIDIA GPU, in a minute or two: what only a
+#   python3 -m pytest tests/gpu   on a machine with an NVIDIA GPU, in some four minutes: what only a
 #                                 GPU can show. Needs pytest, torch and numpy, and no installation
 #   .venv/bin/python -m pytest tests/test_stage.py -k memory    while you work
 # Whoever changes what trains runs all three before a release and says how long each took.
