@@ -355,7 +355,8 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path, processes: int) -> None:
         [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 60
-    while '"evaluation"' not in (out / "metrics.jsonl").read_text() if out.exists() else True:
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or '"evaluation"' not in metrics.read_text():
         assert time.monotonic() < deadline, process.stderr and process.stderr.read()
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
