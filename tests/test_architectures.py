@@ -99,7 +99,6 @@ TIED = {"handed-weight", "t5", "gpt2-tied", "llama-tied", "bert-tied", "t5-tied"
 """Weights that several stages use. Under "current" a late backward sees what came with its batch,
 as tie_oracle.py says, where this oracle knows one value of a weight."""
 WAYS_OUT = {
-    "rwkv": EVERY["rwkv-unscaled"],
     "shared-block": replace(EVERY["shared-block"], settings={"stages": 2}),
 }
 

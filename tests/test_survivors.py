@@ -148,7 +148,6 @@ def test_a_death_at_any_moment_of_a_save_leaves_others_that_agree(tmp_path: Path
         found = offbeat.launch(jobs.save_often, 3, *todo, timeout_s=100, go_on=True)
         one, other = (result for result in found if result is not None)
         assert one["refusals"] == other["refusals"], todo
-        assert one["refusals"], todo
         assert max(one["slowest_s"], other["slowest_s"]) < 30, todo  # and not timeout=60
         again = trainer_for(jobs.dropout_net(), optimizer=OPTIMIZERS["momentum"], seed=3)
         assert again.resume(folder).step == 40
