@@ -209,9 +209,8 @@ class Board:
                 raise WorkerLost(_GIVEN_UP)
             if self._row is not None and not own and self.is_dead(rank // self._row):
                 return LOST
-            if (
-                failure := self._ask(self.failure)
-            ) is not None:  # first: a broken connection may follow
+            failure = self._ask(self.failure)
+            if failure is not None:  # first: a broken connection may follow
                 raise failure
             if self._edges is not None and self._edges.failure is not None:
                 raise self._edges.failure
